@@ -1,0 +1,100 @@
+"""The control plane's own words for the step contract: what a step shall do and what came of it.
+
+Twin of worker_service.domain on purpose: the planes share the proto and nothing else. Columns are
+plain lists of int, parallel by row; see protos/twinplane/worker/v1/step.proto for their meaning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from control_plane.core.sampling_params import SamplingParams
+
+Row = NewType("Row", int)
+BlockId = NewType("BlockId", int)
+
+NULL_BLOCK = BlockId(0)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Generation (1 at a worker's start) and hex SHA-256 of the weights' content."""
+
+    generation: int
+    digest: str
+
+
+class SamplingMode(Enum):
+    """What happens to the logits of rows that reach the end of their tokens."""
+
+    INLINE = 1
+    HOLD = 2
+    NONE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AddedSequence:
+    """A sequence that enters the persistent batch whole."""
+
+    row: Row
+    token_ids: list[int]
+    sampling: SamplingParams
+    seed: int
+    block_ids: list[BlockId]
+    computed_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRows:
+    """Parallel columns; `literal_tokens` and `appended_blocks` are flat over all rows."""
+
+    rows: list[Row] = field(default_factory=list)
+    start_positions: list[int] = field(default_factory=list)
+    token_counts: list[int] = field(default_factory=list)
+    source_step_distances: list[int] = field(default_factory=list)
+    literal_token_counts: list[int] = field(default_factory=list)
+    literal_tokens: list[int] = field(default_factory=list)
+    appended_block_counts: list[int] = field(default_factory=list)
+    appended_blocks: list[BlockId] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: rows removed, then sequences added, then scheduled rows executed."""
+
+    epoch: int
+    step_id: int
+    weight_version: WeightVersion
+    removed_rows: list[Row]
+    added: list[AddedSequence]
+    scheduled: ScheduledRows
+    sampling: SamplingMode
+
+    @property
+    def token_count(self) -> int:
+        return sum(self.scheduled.token_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row that failed while the others of its step went on. `kind` is the contract's name."""
+
+    row: Row
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens per row in the plan's order; `tokens` is flat, `token_counts` of it per row."""
+
+    epoch: int
+    step_id: int
+    rows: list[Row]
+    token_counts: list[int]
+    tokens: list[int]
+    faults: list[RowFault] = field(default_factory=list)
+    queued_seconds: float = 0.0
+    executed_seconds: float = 0.0

@@ -1,0 +1,64 @@
+"""Generates the gRPC stubs from protos/: a hatch build hook, and a script for `make protos`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script without hatchling
+    BuildHookInterface = object
+
+ROOT = Path(__file__).resolve().parent
+
+
+def generate(root: Path) -> list[Path]:
+    """Writes the stubs of every proto under root/protos beside the package of its own name.
+
+    Returns the generated files. Raises CalledProcessError when protoc refuses a file.
+    """
+    protos = sorted((root / "protos").rglob("*.proto"))
+    packages = sorted({p.parent.relative_to(root / "protos") for p in protos})
+    for package in packages:
+        (root / package).mkdir(parents=True, exist_ok=True)
+    arguments = [f"--{kind}_out={root}" for kind in ("python", "pyi", "grpc_python")]
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"--proto_path={root / 'protos'}",
+            *arguments,
+            *map(str, protos),
+        ],
+        check=True,
+    )
+    with_service = {p for p in protos if "\nservice " in p.read_text()}
+    generated: list[Path] = []
+    for proto in protos:
+        stem = root / proto.relative_to(root / "protos").with_suffix("")
+        stub = Path(f"{stem}_pb2_grpc.py")
+        if proto not in with_service:
+            stub.unlink(missing_ok=True)  # protoc writes an empty one
+        else:
+            generated.append(stub)
+        generated += [Path(f"{stem}_pb2.py"), Path(f"{stem}_pb2.pyi")]
+    return generated
+
+
+class StubsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
+    """Puts fresh stubs into the wheel and into an editable install."""
+
+    PLUGIN_NAME = "custom"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if self.target_name == "wheel":
+            generate(Path(self.root))
+
+
+if __name__ == "__main__":
+    for path in generate(ROOT):
+        print(path.relative_to(ROOT))

@@ -1,0 +1,331 @@
+"""The persistent batch: fixed rows, kept on the host as numpy columns, changed only by plans.
+
+A plan is checked whole against this state before anything changes, so a refused plan leaves no
+trace. The layout follows vLLM's Model Runner V2 (`vllm/v1/worker/gpu/states.py`): a sequence keeps
+its row for life, and the per-step batch only gathers rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.domain import (
+    NULL_BLOCK,
+    AddedSequence,
+    IntColumn,
+    Limits,
+    PlanInvalid,
+    PlanMismatch,
+    SamplingMode,
+    ScheduledRows,
+    StepPlan,
+)
+
+BoolColumn = npt.NDArray[np.bool_]
+
+
+class RequestState:
+    """Rows of the persistent batch.
+
+    Columns, one entry per row: `active` bool; `known_counts` int32, tokens held in `token_ids`;
+    `computed_counts` int32, tokens whose KV is written; `sampled_tokens` int32 with
+    `sampled_steps` int64, the last sampled token and its step (0: none); `block_counts` int32;
+    `temperature`, `top_p`, `min_p` float32; `top_k` int32; `seed` uint64. `token_ids` int32
+    [rows, max_sequence_token_count]; `block_tables` int32 [rows, max_blocks], padded with the
+    null block.
+    """
+
+    def __init__(
+        self, limits: Limits, block_count: int, block_size: int, vocabulary_size: int
+    ) -> None:
+        rows = limits.max_sequence_count
+        length = limits.max_sequence_token_count
+        self.limits = limits
+        self.block_count = block_count
+        self.block_size = block_size
+        self.vocabulary_size = vocabulary_size
+        self.max_blocks = -(-length // block_size)
+        self.token_ids = np.zeros((rows, length), dtype=np.int32)
+        self.block_tables = np.full((rows, self.max_blocks), NULL_BLOCK, dtype=np.int32)
+        self.active = np.zeros(rows, dtype=bool)
+        self.known_counts = np.zeros(rows, dtype=np.int32)
+        self.computed_counts = np.zeros(rows, dtype=np.int32)
+        self.block_counts = np.zeros(rows, dtype=np.int32)
+        self.sampled_tokens = np.zeros(rows, dtype=np.int32)
+        self.sampled_steps = np.zeros(rows, dtype=np.int64)
+        self.temperature = np.zeros(rows, dtype=np.float32)
+        self.top_k = np.zeros(rows, dtype=np.int32)
+        self.top_p = np.ones(rows, dtype=np.float32)
+        self.min_p = np.zeros(rows, dtype=np.float32)
+        self.seed = np.zeros(rows, dtype=np.uint64)
+
+    def reset(self) -> None:
+        """Removes every row."""
+        self._remove(np.flatnonzero(self.active).astype(np.int32))
+
+    def used_block_count(self) -> int:
+        """Distinct blocks in the block tables of active rows."""
+        tables = self.block_tables[self.active]
+        return int(np.unique(tables[tables != NULL_BLOCK]).size)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Checks the whole plan, then removes, adds, and records what is scheduled.
+
+        Afterwards `computed_counts` still hold the start of the scheduled tokens: `advance` moves
+        them on once the step has run. Tokens that come from an earlier step are in `token_ids`
+        already. Raises PlanInvalid or PlanMismatch with nothing changed.
+        """
+        self._check(plan)
+        self._remove(plan.removed_rows)
+        for sequence in plan.added:
+            self._add(sequence)
+        scheduled = plan.scheduled
+        if scheduled.rows.size:
+            self._append_blocks(scheduled)
+            self._append_tokens(scheduled)
+
+    def advance(self, scheduled: ScheduledRows) -> None:
+        """The scheduled tokens have their KV now."""
+        self.computed_counts[scheduled.rows] = scheduled.start_positions + scheduled.token_counts
+
+    def sampling_indices(self, plan: StepPlan) -> IntColumn:
+        """Indices into the scheduled rows of those that reach the end of their known tokens."""
+        if plan.sampling is SamplingMode.NONE or not plan.scheduled.rows.size:
+            return np.empty(0, dtype=np.int32)
+        scheduled = plan.scheduled
+        ends = scheduled.start_positions + scheduled.token_counts
+        return np.flatnonzero(ends == self.known_counts[scheduled.rows]).astype(np.int32)
+
+    def record_sampled(self, rows: IntColumn, tokens: IntColumn, step_id: int) -> None:
+        """Keeps the tokens sampled by a step, for plans that name them as their source."""
+        self.sampled_tokens[rows] = tokens
+        self.sampled_steps[rows] = step_id
+
+    # --- checks -------------------------------------------------------------------------------
+
+    def _check(self, plan: StepPlan) -> None:
+        active = self._check_removed(plan)
+        self._check_added(plan, active)
+        if plan.scheduled.rows.size:
+            self._check_scheduled(plan, active)
+
+    def _check_removed(self, plan: StepPlan) -> BoolColumn:
+        active = self.active.copy()
+        rows = plan.removed_rows
+        if rows.size:
+            self._require_distinct_rows("plan.removed_rows", rows)
+            if not active[rows].all():
+                raise PlanMismatch(f"removed row {_first(rows[~active[rows]])} holds no sequence")
+            active[rows] = False
+        return active
+
+    def _check_added(self, plan: StepPlan, active: BoolColumn) -> None:
+        for index, sequence in enumerate(plan.added):
+            path = f"plan.added[{index}]"
+            if not 0 <= sequence.row < active.size:
+                raise PlanInvalid(f"{path}.row", f"must be in [0, {active.size})")
+            count = sequence.token_ids.size
+            if not 1 <= count <= self.limits.max_sequence_token_count:
+                raise PlanInvalid(
+                    f"{path}.token_ids",
+                    f"{count} tokens; 1 to {self.limits.max_sequence_token_count} are possible",
+                )
+            self._require_tokens(f"{path}.token_ids", sequence.token_ids)
+            self._require_blocks(f"{path}.block_ids", sequence.block_ids)
+            if sequence.block_ids.size > self.max_blocks:
+                raise PlanInvalid(f"{path}.block_ids", f"more than {self.max_blocks} blocks")
+            if not 0 <= sequence.computed_token_count < count:
+                raise PlanInvalid(
+                    f"{path}.computed_token_count",
+                    f"must be below the {count} tokens: the last is always computed",
+                )
+            if sequence.computed_token_count > sequence.block_ids.size * self.block_size:
+                raise PlanInvalid(f"{path}.computed_token_count", "exceeds the blocks given")
+            _check_sampling(f"{path}.sampling", sequence)
+            if active[sequence.row]:
+                raise PlanMismatch(f"added row {sequence.row} is taken")
+            active[sequence.row] = True
+
+    def _check_scheduled(self, plan: StepPlan, active: BoolColumn) -> None:
+        scheduled = plan.scheduled
+        rows, counts = scheduled.rows, scheduled.token_counts
+        path = "plan.scheduled"
+        self._require_distinct_rows(f"{path}.rows", rows)
+        columns = ("start_positions", "token_counts", "source_step_distances",
+                   "literal_token_counts", "appended_block_counts")  # fmt: skip
+        for name in columns:
+            column = getattr(scheduled, name)
+            if column.size != rows.size:
+                raise PlanInvalid(f"{path}.{name}", f"{column.size} entries for {rows.size} rows")
+            if (column < 0).any():
+                raise PlanInvalid(f"{path}.{name}", "negative or too large")
+        if (counts == 0).any():
+            raise PlanInvalid(f"{path}.token_counts", "a scheduled row computes at least one token")
+        total = int(counts.sum(dtype=np.int64))
+        if total > self.limits.max_step_token_count:
+            raise PlanInvalid(
+                f"{path}.token_counts",
+                f"{total} tokens; a step takes {self.limits.max_step_token_count}",
+            )
+        literal_counts = scheduled.literal_token_counts
+        if ((literal_counts != 0) & (literal_counts != counts)).any():
+            raise PlanInvalid(f"{path}.literal_token_counts", "must be 0 or the row's token count")
+        if int(literal_counts.sum(dtype=np.int64)) != scheduled.literal_tokens.size:
+            raise PlanInvalid(f"{path}.literal_tokens", "does not match literal_token_counts")
+        self._require_tokens(f"{path}.literal_tokens", scheduled.literal_tokens)
+        if (
+            int(scheduled.appended_block_counts.sum(dtype=np.int64))
+            != scheduled.appended_blocks.size
+        ):
+            raise PlanInvalid(f"{path}.appended_blocks", "does not match appended_block_counts")
+        self._require_blocks(f"{path}.appended_blocks", scheduled.appended_blocks)
+        if ((literal_counts != 0) & (scheduled.source_step_distances != 0)).any():
+            raise PlanInvalid(
+                f"{path}.source_step_distances", "a row with literal tokens takes none of a step"
+            )
+        if (scheduled.source_step_distances >= plan.step_id).any():
+            raise PlanInvalid(f"{path}.source_step_distances", "reaches before the first step")
+        if not active[rows].all():
+            raise PlanMismatch(f"scheduled row {_first(rows[~active[rows]])} holds no sequence")
+        self._check_positions(plan)
+
+    def _check_positions(self, plan: StepPlan) -> None:
+        scheduled = plan.scheduled
+        rows, starts, counts = scheduled.rows, scheduled.start_positions, scheduled.token_counts
+        known, computed = self.known_counts.copy(), self.computed_counts.copy()
+        blocks, sampled = self.block_counts.copy(), self.sampled_steps.copy()
+        for sequence in plan.added:
+            known[sequence.row] = sequence.token_ids.size
+            computed[sequence.row] = sequence.computed_token_count
+            blocks[sequence.row] = sequence.block_ids.size
+            sampled[sequence.row] = 0
+        ends = starts.astype(np.int64) + counts
+        if (ends > self.limits.max_sequence_token_count).any():
+            raise PlanInvalid(
+                "plan.scheduled.token_counts",
+                f"passes the longest sequence, {self.limits.max_sequence_token_count} tokens",
+            )
+        wrong = starts != computed[rows]
+        if wrong.any():
+            row = _first(rows[wrong])
+            raise PlanMismatch(
+                f"row {row} starts at {_first(starts[wrong])}, "
+                f"its computed count is {computed[row]}"
+            )
+        distances = scheduled.source_step_distances
+        from_step = distances > 0
+        wrong = from_step & (sampled[rows] != plan.step_id - distances)
+        if wrong.any():
+            row = _first(rows[wrong])
+            raise PlanMismatch(
+                f"row {row} has no token of step {plan.step_id - _first(distances[wrong])}; "
+                f"its last is of step {sampled[row]}"
+            )
+        held = known[rows] + from_step
+        wrong = (scheduled.literal_token_counts == 0) & (ends > held)
+        wrong |= from_step & (ends != held)
+        if wrong.any():
+            row = _first(rows[wrong])
+            raise PlanMismatch(
+                f"row {row} is scheduled to position {_first(ends[wrong])}, "
+                f"its tokens reach to {_first(held[wrong])}"
+            )
+        held_blocks = blocks[rows] + scheduled.appended_block_counts
+        if (held_blocks > self.max_blocks).any():
+            raise PlanInvalid(
+                "plan.scheduled.appended_blocks", f"a row has {self.max_blocks} at most"
+            )
+        wrong = held_blocks.astype(np.int64) * self.block_size < ends
+        if wrong.any():
+            row = _first(rows[wrong])
+            raise PlanMismatch(
+                f"row {row} needs blocks for {_first(ends[wrong])} tokens, "
+                f"has {_first(held_blocks[wrong])} blocks"
+            )
+
+    def _require_distinct_rows(self, path: str, rows: IntColumn) -> None:
+        if rows.min() < 0 or rows.max() >= self.active.size:
+            raise PlanInvalid(path, f"must be in [0, {self.active.size})")
+        if np.unique(rows).size != rows.size:
+            raise PlanInvalid(path, "must be distinct")
+
+    def _require_tokens(self, path: str, tokens: IntColumn) -> None:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocabulary_size):
+            raise PlanInvalid(path, f"must be below the vocabulary size, {self.vocabulary_size}")
+
+    def _require_blocks(self, path: str, blocks: IntColumn) -> None:
+        if blocks.size and (blocks.min() <= NULL_BLOCK or blocks.max() >= self.block_count):
+            raise PlanInvalid(path, f"must be in [1, {self.block_count})")
+
+    # --- changes ------------------------------------------------------------------------------
+
+    def _remove(self, rows: IntColumn) -> None:
+        self.active[rows] = False
+        self.known_counts[rows] = 0
+        self.computed_counts[rows] = 0
+        self.block_counts[rows] = 0
+        self.sampled_steps[rows] = 0
+        self.block_tables[rows] = NULL_BLOCK
+
+    def _add(self, sequence: AddedSequence) -> None:
+        row = sequence.row
+        self.active[row] = True
+        self.token_ids[row, : sequence.token_ids.size] = sequence.token_ids
+        self.known_counts[row] = sequence.token_ids.size
+        self.computed_counts[row] = sequence.computed_token_count
+        self.block_tables[row, : sequence.block_ids.size] = sequence.block_ids
+        self.block_counts[row] = sequence.block_ids.size
+        self.sampled_steps[row] = 0
+        self.temperature[row] = sequence.sampling.temperature
+        self.top_k[row] = sequence.sampling.top_k
+        self.top_p[row] = sequence.sampling.top_p
+        self.min_p[row] = sequence.sampling.min_p
+        self.seed[row] = sequence.sampling.seed
+
+    def _append_blocks(self, scheduled: ScheduledRows) -> None:
+        counts = scheduled.appended_block_counts
+        if not scheduled.appended_blocks.size:
+            return
+        rows = np.repeat(scheduled.rows, counts)
+        self.block_tables[rows, self.block_counts[rows] + _ranges(counts)] = (
+            scheduled.appended_blocks
+        )
+        self.block_counts[scheduled.rows] += counts
+
+    def _append_tokens(self, scheduled: ScheduledRows) -> None:
+        rows = scheduled.rows
+        from_step = scheduled.source_step_distances > 0
+        if from_step.any():
+            sources = rows[from_step]
+            self.token_ids[sources, self.known_counts[sources]] = self.sampled_tokens[sources]
+            self.known_counts[sources] += 1
+        counts = scheduled.literal_token_counts
+        if scheduled.literal_tokens.size:
+            repeated = np.repeat(rows, counts)
+            starts = np.repeat(scheduled.start_positions, counts)
+            self.token_ids[repeated, starts + _ranges(counts)] = scheduled.literal_tokens
+            literal = counts > 0
+            self.known_counts[rows[literal]] = (scheduled.start_positions + counts)[literal]
+
+
+def _ranges(counts: IntColumn) -> IntColumn:
+    """[0, 1, … counts[0] - 1, 0, 1, … counts[1] - 1, …] without a loop."""
+    ends = np.cumsum(counts)
+    return (np.arange(ends[-1]) - np.repeat(ends - counts, counts)).astype(np.int32)
+
+
+def _first(column: IntColumn) -> int:
+    return int(column[0])
+
+
+def _check_sampling(path: str, sequence: AddedSequence) -> None:
+    sampling = sequence.sampling
+    if not 0.0 <= sampling.temperature <= 100.0:
+        raise PlanInvalid(f"{path}.temperature", "must be in [0, 100]")
+    if sampling.top_k < 0:
+        raise PlanInvalid(f"{path}.top_k", "must not be negative")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise PlanInvalid(f"{path}.top_p", "must be in (0, 1]")
+    if not 0.0 <= sampling.min_p <= 1.0:
+        raise PlanInvalid(f"{path}.min_p", "must be in [0, 1]")
