@@ -1,0 +1,82 @@
+"""The golden prompts: 64 of our own, in the kinds of text that break a server in different ways."""
+
+from __future__ import annotations
+
+PLAIN: tuple[str, ...] = (
+    # Short
+    "Once",
+    "The capital of France is",
+    "2 + 2 =",
+    "Hello",
+    " leading space",
+    "A",
+    "The quick brown fox",
+    "In the year 1969,",
+    "Water boils at",
+    "To be, or not to be,",
+    "My favourite colour is",
+    "Roses are red,",
+    # Prose
+    "The lighthouse keeper climbed the stairs every evening, and every evening she counted them.",
+    "Photosynthesis is the process by which plants",
+    "A good recipe for bread begins with flour, water, salt and",
+    "The three laws of thermodynamics can be summarised as follows. First,",
+    "When the train finally arrived, the platform was empty except for",
+    "List of the planets of the solar system, from the Sun outwards: Mercury, Venus,",
+    "Dear Sir or Madam,\n\nI am writing to complain about",
+    "Chapter 1\n\nIt had rained for eleven days when the river",
+    # Code
+    "def fibonacci(n):\n    ",
+    "#include <stdio.h>\n\nint main(void) {\n",
+    "SELECT name, COUNT(*) FROM orders\nWHERE",
+    "fn main() {\n    let numbers = vec![1, 2, 3];\n",
+    '{"name": "Ada", "born": 1815, "languages": [',
+    "<html>\n  <body>\n    <h1>",
+    "import numpy as np\n\nx = np.arange(10)\nprint(",
+    "for (let i = 0; i < 10; i++) {\n\t",
+    "```python\nclass Stack:\n    def __init__(self):\n",
+    "$ git commit -m 'fix: ",
+    # Other scripts and symbols
+    "Die Hauptstadt von Deutschland ist",
+    "Le petit prince habitait sur",
+    "El perro corre por el",
+    "Столица России —",
+    "東京は日本の",
+    "今天天气很好，我们去",
+    "안녕하세요, 저는",
+    "مرحبا بالعالم، هذا",
+    "שלום עולם, היום",
+    "नमस्ते दुनिया, यह",
+    "สวัสดีชาวโลก วันนี้",
+    "Ελλάδα είναι μια χώρα",
+    "😀😃😄 Emoji are",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇯🇵 means",
+    "∑_{i=1}^{n} i = ",
+    "naïve café — “quoted” … ellipsis",
+    "e\u0301 is e with a combining accent;",
+    "\t\t\n\n   \n",
+    # Long
+    "The following is a list of numbers: " + ", ".join(str(n) for n in range(1, 120)) + ",",
+    "In the beginning there was a small village by the sea. " * 24 + "Then one day",
+    "abcdefghijklmnopqrstuvwxyz " * 40,
+    "\n".join(f"line {n}: value = {n * n}" for n in range(60)) + "\nline 60:",
+)
+
+CHATS: tuple[tuple[tuple[str, str], ...], ...] = (
+    (("user", "What is the capital of France?"),),
+    (("user", "Write a haiku about autumn."),),
+    (("system", "You are a pirate."), ("user", "Introduce yourself.")),
+    (("user", "Explain recursion to a child in two sentences."),),
+    (
+        ("user", "My name is Ada."),
+        ("assistant", "Hello Ada! How can I help you today?"),
+        ("user", "What is my name?"),
+    ),
+    (("system", "Answer only in JSON."), ("user", "Give me two fruits and their colours.")),
+    (("user", "Übersetze ins Englische: Guten Morgen, wie geht es dir?"),),
+    (("user", "用中文介绍一下你自己。"),),
+    (("user", "Write a Python function that reverses a string."),),
+    (("user", "🙂"),),
+    (("user", "Why is the sky blue? " * 20),),
+    (("system", ""), ("user", "Say nothing.")),
+)
