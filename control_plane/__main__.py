@@ -1,0 +1,32 @@
+"""Starts the control plane: `python -m control_plane`, or `twinplane control`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the control plane until it is stopped; returns the exit code, 2 for wrong settings."""
+    # gRPC reads this once, when it is imported. Nothing here forks.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    from control_plane.app import run
+    from control_plane.config import ControlConfig
+    from twinplane.setting_names import KNOWN_SETTINGS
+    from twinplane.settings import from_command_line
+
+    config = from_command_line(
+        ControlConfig,
+        argv,
+        os.environ,
+        prog="twinplane control",
+        description="The control plane: serves clients and schedules a worker.",
+        table="control",
+        known=KNOWN_SETTINGS,
+    )
+    return run(config)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""The composition root: builds the control plane from its settings, runs it, takes it down."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import secrets
+import socket
+import time
+import uuid
+from contextlib import AsyncExitStack
+from datetime import datetime
+from pathlib import Path
+
+from control_plane.config import ControlConfig
+from control_plane.observability.logs import LogFormat, configure, fields
+from control_plane.observability.metrics import Telemetry
+from control_plane.observability.metrics_server import MetricsServer
+from control_plane.rpc.inference_servicer import InferenceServicer
+from control_plane.rpc.interceptors import StatusInterceptor
+from control_plane.rpc.listen import CannotListen
+from control_plane.rpc.server import ControlServer
+from control_plane.rpc.worker_client import GrpcWorker
+from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.limits import SchedulingSettings
+from control_plane.stop_signals import StopSignals
+from control_plane.text.errors import ModelFilesInvalid
+from control_plane.text.model_files import TextModel, load_text_model
+from control_plane.text.processor import TextLimits, TextProcessor
+from twinplane import __version__
+from twinplane.models import ModelError, resolve
+
+_logger = logging.getLogger(__name__)
+
+# After a drain, calls only have their last messages to send.
+_STOP_GRACE_SECONDS = 2.0
+
+
+def run(config: ControlConfig) -> int:
+    """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
+    configure(config.log_level, LogFormat(config.log_format))
+    try:
+        folder = resolve(config.model)
+        text_model = load_text_model(folder, now=datetime.now, clock=time.monotonic)
+    except (ModelError, ModelFilesInvalid) as error:
+        _logger.error("the model can't be served", extra=fields(error=str(error)))
+        return 1
+    name = config.served_model_name or served_name(config.model)
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        return runner.run(_serve(config, name, text_model))
+
+
+def served_name(model: str) -> str:
+    """The name clients use when none was chosen: a folder's or file's own, or the id as it is."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name
+    return path.stem if path.suffix == ".gguf" else model
+
+
+async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
+    telemetry = Telemetry(__version__)
+    rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+    async with AsyncExitStack() as stack:
+        signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
+        driver = Driver(
+            GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}"),
+            _driver_settings(config, model_name),
+            clock=time.monotonic,
+            rng=random.Random(),
+            telemetry=telemetry,
+            on_readiness=lambda ready: server.set_serving(ready),
+        )
+        text = TextProcessor(text_model, TextLimits(thread_count=config.tokenizer_threads))
+        stack.callback(text.close)
+        servicer = InferenceServicer(
+            driver,
+            text,
+            clock=time.monotonic,
+            new_seed=lambda: rng.getrandbits(64),
+            new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
+        )
+        server = ControlServer(
+            servicer, [StatusInterceptor(telemetry.rpc_finished, lambda: secrets.token_hex(8))]
+        )
+        try:
+            address = await server.start(config.host, config.port, _socket_path(config))
+            stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
+            metrics_port = await _start_metrics(config, telemetry, driver, stack)
+        except (CannotListen, OSError) as error:
+            _logger.error("can't listen", extra=fields(error=str(error)))
+            return 1
+        _logger.info(
+            "listening",
+            extra=fields(
+                address=address, metrics_port=metrics_port, model=model_name, worker=config.worker
+            ),
+        )
+        # What is loaded now stays: the collector need not walk it again in the middle of a step.
+        gc.freeze()
+        return await _run_until_stopped(driver, signals, config.drain_grace_seconds)
+
+
+async def _run_until_stopped(driver: Driver, signals: StopSignals, grace: float) -> int:
+    """Runs the driver; on the first signal drains it, on the second cuts the drain short."""
+    engine = asyncio.create_task(driver.run())
+    stopping = asyncio.create_task(signals.first.wait())
+    hurrying = asyncio.create_task(signals.second.wait())
+    draining: asyncio.Task[None] | None = None
+    try:
+        await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            draining = asyncio.create_task(driver.drain(grace))
+            await asyncio.wait((engine, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        if not engine.done():
+            return 0
+        _logger.critical("the engine failed", exc_info=engine.exception())
+        return 1
+    finally:
+        tasks = [task for task in (engine, stopping, hurrying, draining) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _start_metrics(
+    config: ControlConfig, telemetry: Telemetry, driver: Driver, stack: AsyncExitStack
+) -> int | None:
+    if config.metrics_port is None:
+        return None
+    server = MetricsServer(telemetry.render, lambda: driver.ready)
+    try:
+        port = await server.start(config.metrics_host, config.metrics_port)
+    except OSError as error:
+        where = f"{config.metrics_host}:{config.metrics_port}"
+        raise CannotListen(f"can't serve metrics on {where}: {error.strerror}") from error
+    stack.push_async_callback(server.close)
+    return port
+
+
+def _driver_settings(config: ControlConfig, model_name: str) -> DriverSettings:
+    return DriverSettings(
+        scheduling=SchedulingSettings(
+            max_sequence_count=config.max_num_seqs,
+            max_step_token_count=config.max_num_batched_tokens,
+            max_sequence_token_count=config.max_model_len,
+            max_waiting_count=config.max_num_waiting,
+            async_scheduling=config.async_scheduling,
+            enable_prefix_caching=config.enable_prefix_caching,
+            ageing_seconds=config.ageing_seconds,
+        ),
+        served_model_name=model_name,
+        loss_patience=config.worker_loss_patience,
+    )
+
+
+def _socket_path(config: ControlConfig) -> Path | None:
+    return Path(config.uds).expanduser() if config.uds else None
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # there is none for this platform
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop

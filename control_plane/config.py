@@ -1,0 +1,115 @@
+"""The control plane's settings: names, defaults and meanings. Resolved once, by the entry point."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twinplane.models import DEFAULT_MODEL
+from twinplane.settings import option
+
+_MODEL = "model"
+_LISTEN = "where to listen"
+_WORKER = "worker"
+_SCHEDULING = "scheduling"
+_OPERATION = "operation"
+
+
+@dataclass(frozen=True, slots=True)
+class ControlConfig:
+    """What an operator can choose. None means: what the worker can do, or what the model says."""
+
+    model: str = option(
+        DEFAULT_MODEL,
+        "name in the model cache, or folder with tokenizer.json",
+        group=_MODEL,
+    )
+    served_model_name: str | None = option(
+        None, "name that clients use; default: the model's", group=_MODEL
+    )
+    max_model_len: int | None = option(
+        None, "most tokens of a sequence, prompt and output; default: the worker's", group=_MODEL
+    )
+    tokenizer_threads: int = option(2, "threads for tokenizing and chat templates", group=_MODEL)
+
+    host: str = option("127.0.0.1", "address to listen on", group=_LISTEN)
+    port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN)
+    uds: str | None = option(
+        None, "Unix socket to listen on instead of host and port", group=_LISTEN
+    )
+    metrics_host: str = option("127.0.0.1", "address of the metrics endpoint", group=_LISTEN)
+    metrics_port: int | None = option(
+        9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN
+    )
+
+    worker: str = option("127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER)
+    worker_loss_patience: float = option(
+        60.0, "seconds a lost worker is waited for before requests fail", group=_WORKER
+    )
+
+    max_num_seqs: int | None = option(
+        None, "most sequences that run at once; default: the worker's limit", group=_SCHEDULING
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens of a step; default: the worker's limit", group=_SCHEDULING
+    )
+    max_num_waiting: int = option(
+        1024, "most requests that wait; more are refused", group=_SCHEDULING
+    )
+    enable_prefix_caching: bool = option(
+        True, "reuse the KV of prompts that begin alike", group=_SCHEDULING
+    )
+    async_scheduling: bool = option(True, "plan the next step while one runs", group=_SCHEDULING)
+    ageing_seconds: float = option(
+        10.0, "seconds of waiting that are worth one priority level", group=_SCHEDULING
+    )
+    seed: int | None = option(
+        None, "makes the seeds of requests without one repeatable", group=_SCHEDULING
+    )
+
+    drain_grace_seconds: float = option(
+        30.0, "seconds that running requests have when the server stops", group=_OPERATION
+    )
+    log_level: str = option(
+        "info",
+        "least severe log line",
+        group=_OPERATION,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = option(
+        "auto",
+        "how log lines look; auto: text on a terminal, else json",
+        group=_OPERATION,
+        choices=("auto", "json", "text"),
+    )
+    exit_with_parent: bool = option(
+        False, "stop when standard input reaches its end", group=_OPERATION
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the setting."""
+        for name, least in _LEAST:
+            value = getattr(self, name)
+            if value is not None and not least <= value < math.inf:
+                raise ValueError(f"{name} must be at least {least}, not {value}")
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and port > 65535:
+                raise ValueError(f"{name} must be at most 65535, not {port}")
+        for name in ("ageing_seconds", "worker_loss_patience"):
+            seconds = getattr(self, name)
+            if not 0 < seconds < math.inf:
+                raise ValueError(f"{name} must be positive, not {seconds}")
+
+
+_LEAST = (
+    ("max_model_len", 2),
+    ("max_num_batched_tokens", 1),
+    ("max_num_seqs", 1),
+    ("max_num_waiting", 1),
+    ("tokenizer_threads", 1),
+    ("port", 0),
+    ("metrics_port", 0),
+    ("seed", 0),
+    ("drain_grace_seconds", 0),
+)

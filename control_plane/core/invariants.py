@@ -1,0 +1,113 @@
+"""What must hold between any two calls to the scheduler. For tests, and for when it is idle."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from control_plane.core.ledger import Ledger
+from control_plane.core.scheduler import Scheduler
+from control_plane.core.sequence import NO_ROW, Sequence, SequenceState
+
+
+def check(scheduler: Scheduler) -> None:
+    """Raises AssertionError that says which books do not balance. Takes time linear in the pool."""
+    ledger = scheduler.ledger
+    _check_lists(ledger)
+    _check_rows(ledger)
+    _check_inflight(ledger)
+    for sequence in ledger.waiting:
+        _check_waiting(sequence)
+    for sequence in ledger.running:
+        _check_running(ledger, sequence)
+    _check_blocks(ledger)
+    _check_counters(scheduler)
+
+
+def _check_lists(ledger: Ledger) -> None:
+    for name, ranked in (("waiting", ledger.waiting.items), ("running", ledger.running.items)):
+        ranks = [sequence.rank for sequence in ranked]
+        assert ranks == sorted(set(ranks)), f"{name} sequences are out of order"
+    listed = [*ledger.waiting, *ledger.running]
+    assert len(listed) == len(ledger.sequences), "a live sequence is in no list, or in two"
+    for sequence in listed:
+        name = sequence.request.request_id
+        assert ledger.sequences.get(name) is sequence, f"{name} is listed but not live"
+
+
+def _check_rows(ledger: Ledger) -> None:
+    used = [sequence.row for sequence in ledger.running]
+    every = list(range(ledger.config.max_sequence_count))
+    assert sorted(used + ledger.free_rows) == every, "rows lost, or held twice"
+    released = set(ledger.released_rows)
+    assert len(released) == len(ledger.released_rows), "a row is released twice"
+    assert released <= set(ledger.free_rows), "a released row is in use before its removal"
+
+
+def _check_inflight(ledger: Ledger) -> None:
+    steps = ledger.inflight
+    assert len(steps) <= ledger.config.max_inflight_step_count, "too many plans in flight"
+    ids = [step.step_id for step in steps]
+    last = ledger.last_step_id
+    assert ids == list(range(last - len(ids) + 1, last + 1)), "steps in flight are not dense"
+    pending = Counter(id(sequence) for step in steps for sequence in step.sequences)
+    for sequence in ledger.sequences.values():
+        name = sequence.request.request_id
+        assert sequence.pending == pending[id(sequence)], f"{name}: pending tokens miscounted"
+
+
+def _check_waiting(sequence: Sequence) -> None:
+    name = sequence.request.request_id
+    assert sequence.state is SequenceState.WAITING, f"{name} waits in state {sequence.state}"
+    assert sequence.row == NO_ROW and not sequence.blocks, f"{name} waits with a row or blocks"
+    assert sequence.computed == 0 and not sequence.caught_up, f"{name} waits with computed tokens"
+    assert len(sequence.token_ids) < sequence.token_limit, f"{name} should be over"
+
+
+def _check_running(ledger: Ledger, sequence: Sequence) -> None:
+    name = sequence.request.request_id
+    known, computed = len(sequence.token_ids), sequence.computed
+    total = known + sequence.pending
+    assert sequence.state is SequenceState.RUNNING, f"{name} runs in state {sequence.state}"
+    assert known < sequence.token_limit, f"{name} should be over"
+    assert total <= sequence.token_limit, f"{name} samples beyond its limit"
+    held = len(sequence.blocks) * ledger.config.block_size
+    assert sequence.capacity == held, f"{name}: capacity differs from its blocks"
+    assert computed <= held, f"{name} computes beyond its blocks"
+    assert held - computed < ledger.config.block_size or not computed, f"{name} holds spare blocks"
+    if sequence.caught_up:
+        assert computed == total - 1, f"{name} has caught up, yet lacks more than a token"
+    else:
+        assert not sequence.pending and computed < known, f"{name} has not caught up, yet sampled"
+    full = min(known, computed) // ledger.config.block_size
+    assert sequence.registered <= full, f"{name} registered blocks that are not full"
+    assert len(sequence.block_hashes) * ledger.config.block_size <= known, f"{name}: odd hashes"
+
+
+def _check_blocks(ledger: Ledger) -> None:
+    ledger.pool.check([sequence.blocks for sequence in ledger.running])
+    entries = ledger.cache.entries()
+    hashes = dict(entries)
+    for sequence in ledger.running:
+        for index, block in enumerate(sequence.blocks[: sequence.registered]):
+            if block in ledger.cache:
+                name = sequence.request.request_id
+                known = hashes.get(sequence.block_hashes[index])
+                assert known == block, f"{name}: block {block} is cached under another hash"
+        for block in sequence.blocks[sequence.registered :]:
+            assert block not in ledger.cache, f"block {block} is cached and still being written"
+
+
+def _check_counters(scheduler: Scheduler) -> None:
+    stats, config = scheduler.stats(), scheduler.ledger.config
+    live = stats.running + stats.waiting
+    assert stats.submitted == live + sum(stats.finished.values()), "requests lost"
+    tokens = stats.kv_active_tokens + stats.kv_cached_tokens + stats.kv_free_tokens
+    assert tokens == config.usable_block_count * config.block_size, "KV tokens lost"
+    progress = sum(
+        min(sequence.prompt_count, max(sequence.furthest, sequence.computed))
+        for sequence in scheduler.ledger.sequences.values()
+    )
+    accounted = stats.prompt_tokens + stats.cached_prompt_tokens
+    assert accounted >= progress, "prompt tokens computed but not counted"
+    if not live:
+        assert stats.kv_active_tokens == 0, "blocks are held though no request is live"

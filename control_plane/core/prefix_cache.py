@@ -1,0 +1,95 @@
+"""Full KV blocks by what is in them, so that equal prefixes are computed once. Holds no counts.
+
+A block's hash chains over everything its KV depends on: SHA-256 of the parent's hash and the
+block's tokens, starting from a root over cache salt and weight digest (as vLLM's hash-block cache,
+`vllm/v1/core/kv_cache_utils.py`). Equal hashes mean equal prefixes, so a lookup never compares
+tokens, and sequences of different salts never meet.
+
+A block enters the cache when its tokens are all known and the plan that writes its last slot has
+been made. The worker may not have run that plan yet, and need not have: it runs plans in order, and
+a hit is only read by a later one. The scheduler takes care of "later": what a plan computes is
+registered when the plan is complete.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+from control_plane.core.plan import BlockId
+from control_plane.core.sequence import Sequence
+
+
+class PrefixCache:
+    """Hash to block and back. Which cached block is evicted is the block pool's decision."""
+
+    def __init__(self, block_size: int, weight_digest: str, enabled: bool) -> None:
+        self._block_size = block_size
+        self._weight_digest = weight_digest.encode()
+        self._enabled = enabled
+        self._block_of: dict[bytes, BlockId] = {}
+        self._hash_of: dict[BlockId, bytes] = {}
+
+    def root(self, salt: str) -> bytes:
+        """What the hashes of this salt chain from. The salt's length keeps the parts apart."""
+        if not self._enabled:
+            return b""
+        encoded = salt.encode("utf-8", "surrogatepass")
+        return sha256(b"%d:" % len(encoded) + encoded + self._weight_digest).digest()
+
+    def lookup(self, sequence: Sequence) -> list[BlockId]:
+        """The blocks that hold the sequence's longest cached prefix, its last token left out.
+
+        The last token is always computed, for its logits. Nothing changes but the sequence's memo
+        of its hashes.
+        """
+        hits: list[BlockId] = []
+        if not self._enabled:
+            return hits
+        for index in range((len(sequence.token_ids) - 1) // self._block_size):
+            block = self._block_of.get(self._hash(sequence, index))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def register(self, sequence: Sequence) -> None:
+        """Offers the sequence's full, known and computed blocks that were not offered before.
+
+        Where two sequences computed the same prefix at once, the first one's block stays.
+        """
+        if not self._enabled:
+            return
+        full = min(len(sequence.token_ids), sequence.computed) // self._block_size
+        for index in range(sequence.registered, full):
+            block_hash = self._hash(sequence, index)
+            if block_hash not in self._block_of:
+                block = sequence.blocks[index]
+                self._block_of[block_hash] = block
+                self._hash_of[block] = block_hash
+        sequence.registered = max(sequence.registered, full)
+
+    def forget(self, block: BlockId) -> None:
+        """The block's content is about to change, or not to be trusted. Unknown blocks are fine."""
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+
+    def __contains__(self, block: BlockId) -> bool:
+        return block in self._hash_of
+
+    def __len__(self) -> int:
+        return len(self._hash_of)
+
+    def entries(self) -> list[tuple[bytes, BlockId]]:
+        """All of them, for checks."""
+        assert {block: key for key, block in self._block_of.items()} == self._hash_of
+        return list(self._block_of.items())
+
+    def _hash(self, sequence: Sequence, index: int) -> bytes:
+        hashes = sequence.block_hashes
+        for missing in range(len(hashes), index + 1):
+            parent = hashes[missing - 1] if missing else sequence.cache_root
+            start = missing * self._block_size
+            tokens = sequence.token_ids[start : start + self._block_size].tobytes()
+            hashes.append(sha256(parent + tokens).digest())
+        return hashes[index]

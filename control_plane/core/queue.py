@@ -1,0 +1,47 @@
+"""The sequences that wait for a row, in the order in which they will get one.
+
+The order is the rank: priority, lowered by the time waited (see sequence.rank_of). A preempted
+sequence comes back with the rank it had, hence before everybody who came later with its priority.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from operator import attrgetter
+
+from control_plane.core.sequence import Rank, Sequence
+
+_rank = attrgetter("rank")
+
+
+class RankedList:
+    """Sequences sorted by rank. Ranks are distinct; changes cost one short move of pointers."""
+
+    def __init__(self) -> None:
+        self.items: list[Sequence] = []
+        """Sorted; for reading only."""
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.items)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.items, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes out a sequence that is there."""
+        rank: Rank = sequence.rank
+        index = bisect_left(self.items, rank, key=_rank)
+        assert self.items[index] is sequence, "not in the list"
+        del self.items[index]
+
+    @property
+    def first(self) -> Sequence:
+        return self.items[0]
+
+    @property
+    def last(self) -> Sequence:
+        return self.items[-1]

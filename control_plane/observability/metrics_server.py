@@ -1,0 +1,104 @@
+"""A small HTTP/1.1 endpoint for /metrics and /healthz, on the event loop.
+
+It serves GET and HEAD, one request per connection, and bounds what a peer can hold: the size of the
+request's head, the time to send it, and the number of connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from http import HTTPStatus
+
+from control_plane.observability.metrics import CONTENT_TYPE
+
+_MAX_HEAD_BYTES = 8192
+_HEAD_SECONDS = 5.0
+_MAX_CONNECTIONS = 32
+
+
+class MetricsServer:
+    """Answers scrapes. `render` gives /metrics its body; `ready` decides /healthz."""
+
+    def __init__(self, render: Callable[[], bytes], ready: Callable[[], bool]) -> None:
+        self._render = render
+        self._ready = ready
+        self._server: asyncio.Server | None = None
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, host: str, port: int) -> int:
+        """Listens, and returns the port (port 0: any free one). Raises OSError when it is taken."""
+        self._server = await asyncio.start_server(
+            self._serve, host, port, limit=_MAX_HEAD_BYTES, reuse_address=True
+        )
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def close(self) -> None:
+        """Stops listening and ends the connections that are open. Idempotent."""
+        if self._server is None:
+            return
+        self._server.close()
+        for task in self._connections:
+            task.cancel()
+        if self._connections:
+            await asyncio.wait(self._connections)
+        await self._server.wait_closed()
+        self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        try:
+            if len(self._connections) <= _MAX_CONNECTIONS:
+                writer.write(await self._answer(reader))
+                async with asyncio.timeout(_HEAD_SECONDS):
+                    await writer.drain()
+        except (ConnectionError, TimeoutError):
+            pass  # the peer is gone or too slow; nobody is left to tell
+        finally:
+            self._connections.discard(task)
+            writer.close()
+            with suppress(ConnectionError):
+                await writer.wait_closed()
+
+    async def _answer(self, reader: asyncio.StreamReader) -> bytes:
+        try:
+            async with asyncio.timeout(_HEAD_SECONDS):
+                head = await reader.readuntil(b"\r\n\r\n")
+        except asyncio.IncompleteReadError:
+            raise ConnectionResetError from None
+        except asyncio.LimitOverrunError:
+            return _response(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+        parts = head.split(b"\r\n", 1)[0].split(b" ")
+        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
+            return _response(HTTPStatus.BAD_REQUEST)
+        method, target, _ = parts
+        if method not in (b"GET", b"HEAD"):
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED)
+        match target.split(b"?", 1)[0]:
+            case b"/metrics":
+                response = _response(HTTPStatus.OK, self._render(), CONTENT_TYPE)
+            case b"/healthz":
+                ready = self._ready()
+                response = _response(HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+            case _:
+                response = _response(HTTPStatus.NOT_FOUND)
+        if method == b"HEAD":
+            return response.split(b"\r\n\r\n", 1)[0] + b"\r\n\r\n"
+        return response
+
+
+def _response(
+    status: HTTPStatus, body: bytes | None = None, content_type: str = "text/plain; charset=utf-8"
+) -> bytes:
+    body = f"{status.phrase}\n".encode() if body is None else body
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
+        f"Content-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
+    )
+    return head.encode() + body

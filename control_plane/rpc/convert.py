@@ -1,0 +1,159 @@
+"""The control plane's step values as messages of the worker's contract, and back.
+
+Columns go in and out by `extend` and `list`, never by a loop over rows: a plan of 256 rows must
+cost well under a millisecond. A column that says the same as its absence is sent empty, as
+step.proto allows.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
+
+from control_plane.core.plan import (
+    AddedSequence,
+    Row,
+    RowFault,
+    SamplingMode,
+    ScheduledRows,
+    StepPlan,
+    StepResult,
+    WeightVersion,
+)
+from control_plane.shell.ports import MemoryPool, WorkerInfo
+from twinplane.common.v1 import types_pb2
+from twinplane.worker.v1 import info_pb2, step_pb2
+
+_DATA_TYPE_PREFIX = "DATA_TYPE_"
+_DEVICE_KIND_PREFIX = "DEVICE_KIND_"
+_FEATURE_PREFIX = "FEATURE_"
+_ROW_FAULT_KIND_PREFIX = "ROW_FAULT_KIND_"
+
+
+def plan_to_pb(plan: StepPlan) -> step_pb2.StepPlan:
+    """A plan as it goes to the worker."""
+    return step_pb2.StepPlan(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        weight_version=types_pb2.WeightVersion(
+            generation=plan.weight_version.generation, digest=plan.weight_version.digest
+        ),
+        removed_rows=plan.removed_rows,
+        added=[_added_to_pb(sequence) for sequence in plan.added],
+        scheduled=_scheduled_to_pb(plan.scheduled) if plan.scheduled.rows else None,
+        sampling=_sampling_mode_to_pb(plan.sampling),
+    )
+
+
+def result_from_pb(result: step_pb2.StepResult) -> StepResult:
+    """A result as the core takes it: the counts column is always full."""
+    rows = list(map(Row, result.rows))
+    timings = result.timings
+    return StepResult(
+        epoch=result.epoch,
+        step_id=result.step_id,
+        rows=rows,
+        token_counts=list(result.token_counts) or [1] * len(rows),
+        tokens=list(result.tokens),
+        faults=[
+            RowFault(
+                row=Row(fault.row),
+                kind=_short(step_pb2.RowFaultKind, fault.kind, _ROW_FAULT_KIND_PREFIX),
+                detail=fault.detail,
+            )
+            for fault in result.faults
+        ],
+        queued_seconds=timings.queued.ToNanoseconds() / 1e9,
+        executed_seconds=timings.executed.ToNanoseconds() / 1e9,
+    )
+
+
+def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
+    """What the control plane uses of a worker's capability."""
+    model, limits = info.model, info.limits
+    kind = _short(info_pb2.DeviceKind, info.device.kind, _DEVICE_KIND_PREFIX)
+    return WorkerInfo(
+        worker_id=info.worker_id,
+        incarnation_id=info.incarnation_id,
+        epoch=info.epoch,
+        model_name=model.name,
+        architecture=model.architecture,
+        vocabulary_size=model.vocabulary_size,
+        data_type=_short(info_pb2.DataType, model.data_type, _DATA_TYPE_PREFIX),
+        weight_version=WeightVersion(
+            generation=info.weight_version.generation, digest=info.weight_version.digest
+        ),
+        max_sequence_count=limits.max_sequence_count,
+        max_step_token_count=limits.max_step_token_count,
+        max_sequence_token_count=limits.max_sequence_token_count,
+        max_prompt_token_count=limits.max_prompt_token_count,
+        max_inflight_step_count=limits.max_inflight_step_count,
+        features=frozenset(
+            _short(info_pb2.Feature, feature, _FEATURE_PREFIX) for feature in info.features
+        ),
+        device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
+        attention_backend=info.attention_backend,
+    )
+
+
+def pool_from_pb(pool: info_pb2.MemoryPool) -> MemoryPool:
+    """What the control plane uses of a worker's KV pool."""
+    return MemoryPool(
+        block_count=pool.block_count,
+        block_size=pool.block_token_count,
+        bytes_per_block=pool.bytes_per_block,
+    )
+
+
+def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
+    sampling = sequence.sampling
+    return step_pb2.AddedSequence(
+        row=sequence.row,
+        token_ids=sequence.token_ids,
+        sampling=types_pb2.SamplingParameters(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sequence.seed,
+        ),
+        block_ids=sequence.block_ids,
+        computed_token_count=sequence.computed_token_count,
+    )
+
+
+def _scheduled_to_pb(scheduled: ScheduledRows) -> step_pb2.ScheduledRows:
+    counts = scheduled.token_counts
+    return step_pb2.ScheduledRows(
+        rows=scheduled.rows,
+        start_positions=scheduled.start_positions,
+        token_counts=None if counts.count(1) == len(counts) else counts,
+        source_step_distances=_unless_all_zero(scheduled.source_step_distances),
+        literal_token_counts=_unless_all_zero(scheduled.literal_token_counts),
+        literal_tokens=scheduled.literal_tokens,
+        appended_block_counts=_unless_all_zero(scheduled.appended_block_counts),
+        appended_blocks=scheduled.appended_blocks,
+    )
+
+
+def _unless_all_zero(column: list[int]) -> list[int] | None:
+    return column if any(column) else None
+
+
+def _sampling_mode_to_pb(mode: SamplingMode) -> step_pb2.SamplingMode:
+    match mode:
+        case SamplingMode.INLINE:
+            return step_pb2.SAMPLING_MODE_INLINE
+        case SamplingMode.HOLD:
+            return step_pb2.SAMPLING_MODE_HOLD
+        case SamplingMode.NONE:
+            return step_pb2.SAMPLING_MODE_NONE
+        case _:
+            assert_never(mode)
+
+
+def _short(enum: EnumTypeWrapper, number: int, prefix: str) -> str:
+    """DATA_TYPE_FLOAT32 as float32; a number of a newer contract as its digits."""
+    value = enum.DESCRIPTOR.values_by_number.get(number)
+    return value.name.removeprefix(prefix).lower() if value is not None else str(number)

@@ -1,0 +1,249 @@
+"""twinplane.inference.v1.InferenceService: from a client's message to the engine and back.
+
+Each call is validated, its text turned into tokens, its request submitted, and its tokens turned
+into text as they come. Errors are raised as they are; StatusInterceptor makes statuses of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import assert_never
+
+import grpc
+
+from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.request import Request, RequestId
+from control_plane.core.sampling_params import StopConditions
+from control_plane.rpc.errors import (
+    FieldViolation,
+    GenerationCancelled,
+    InvalidRequest,
+    RowFailed,
+)
+from control_plane.rpc.validation import (
+    ChatPrompt,
+    GenerateCall,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    check_detokenize,
+    check_generate,
+    check_list_models,
+    check_model,
+    check_prompt,
+    check_tokenize,
+)
+from control_plane.shell.engine import Engine, ServedModel
+from control_plane.shell.ports import Clock
+from control_plane.shell.stream import TokenStream
+from control_plane.text.assembler import TextAssembler
+from control_plane.text.errors import TextTooLong
+from control_plane.text.processor import TextProcessor
+from twinplane.common.v1 import types_pb2
+from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
+
+GenerateContext = grpc.aio.ServicerContext[
+    inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
+]
+
+
+class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
+    """Needs StatusInterceptor before it.
+
+    `new_seed` gives an unsigned 64-bit seed for requests that name none, `new_request_id` names
+    those that have no name.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        text: TextProcessor,
+        *,
+        clock: Clock,
+        new_seed: Callable[[], int],
+        new_request_id: Callable[[], str],
+    ) -> None:
+        self._engine = engine
+        self._text = text
+        self._clock = clock
+        self._new_seed = new_seed
+        self._new_request_id = new_request_id
+
+    async def Generate(  # noqa: N802
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> None:
+        # Not a generator: its `finally` runs in this task, as soon as the call is cancelled.
+        arrival = self._clock()
+        model = check_model(request.model, self._engine.served_model())
+        call = check_generate(request, model)
+        if not request.request_id:
+            # Written back so that the interceptor, which has this message, can name it in the log.
+            request.request_id = self._new_request_id()
+        token_ids = await self._encode(call.prompt)
+        max_tokens = check_prompt(call.prompt, len(token_ids), call.stop, model)
+        core_request = self._core_request(
+            call, RequestId(request.request_id), token_ids, max_tokens, arrival
+        )
+        assembler = self._text.assembler(call.stop.strings)
+        stream = TokenStream(assembler if call.stop.strings else None)
+        self._engine.submit(core_request, stream)
+        try:
+            await context.write(_started(core_request, model))
+            await self._send(context, stream, assembler, scanned=bool(call.stop.strings))
+        finally:
+            if not stream.ended:
+                self._engine.finish(core_request.request_id, FinishReason.CANCELLED)
+
+    async def Tokenize(  # noqa: N802
+        self,
+        request: inference_pb2.TokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
+        ],
+    ) -> inference_pb2.TokenizeResponse:
+        model = check_model(request.model, self._engine.served_model())
+        call = check_tokenize(request, model)
+        token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        return inference_pb2.TokenizeResponse(
+            token_ids=token_ids, max_sequence_token_count=model.max_sequence_token_count
+        )
+
+    async def Detokenize(  # noqa: N802
+        self,
+        request: inference_pb2.DetokenizeRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
+        ],
+    ) -> inference_pb2.DetokenizeResponse:
+        model = check_model(request.model, self._engine.served_model())
+        token_ids = check_detokenize(request, model)
+        text = await self._text.decode(
+            token_ids, skip_special_tokens=not request.keep_special_tokens
+        )
+        return inference_pb2.DetokenizeResponse(text=text)
+
+    async def ListModels(  # noqa: N802
+        self,
+        request: inference_pb2.ListModelsRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse
+        ],
+    ) -> inference_pb2.ListModelsResponse:
+        check_list_models(request)
+        model = self._engine.served_model()
+        models = [] if model is None else [self._served_model(model)]
+        return inference_pb2.ListModelsResponse(models=models)
+
+    async def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            match prompt:
+                case TextPrompt(text=text):
+                    return await self._text.encode(text, add_special_tokens=add_special_tokens)
+                case TokenPrompt(token_ids=token_ids):
+                    return list(token_ids)
+                case ChatPrompt(messages=messages):
+                    return await self._text.encode_chat(messages)
+                case _:
+                    assert_never(prompt)
+        except TextTooLong as error:
+            raise InvalidRequest([FieldViolation(prompt.field, str(error))]) from error
+
+    def _core_request(
+        self,
+        call: GenerateCall,
+        request_id: RequestId,
+        token_ids: list[int],
+        max_tokens: int,
+        arrival: float,
+    ) -> Request:
+        ends = frozenset[int]()
+        if not call.stop.ignore_end_of_sequence:
+            ends = self._text.end_of_sequence_ids
+        return Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            sampling=call.sampling,
+            seed=self._new_seed() if call.seed is None else call.seed,
+            stop=StopConditions(max_tokens, call.stop.token_ids, ends),
+            arrival=arrival,
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+        )
+
+    async def _send(
+        self,
+        context: GenerateContext,
+        stream: TokenStream,
+        assembler: TextAssembler,
+        *,
+        scanned: bool,
+    ) -> None:
+        """Sends what the stream brings, whole each time, until the end. `scanned`: the stream has
+        pushed its tokens through the assembler already.
+        """
+        while True:
+            token_ids, finish = await stream.take()
+            if not scanned:
+                assembler.push(token_ids)
+            if finish is not None:
+                assembler.finish()
+            text = assembler.drain()
+            if token_ids or text:
+                delta = inference_pb2.GenerationDelta(text=text, token_ids=token_ids)
+                await context.write(inference_pb2.GenerateResponse(delta=delta))
+            if finish is not None:
+                finished = _finished(finish, assembler.stop_string)
+                await context.write(inference_pb2.GenerateResponse(finished=finished))
+                return
+
+    def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:
+        version = model.weight_version
+        return inference_pb2.ServedModel(
+            name=model.name,
+            max_sequence_token_count=model.max_sequence_token_count,
+            vocabulary_size=model.vocabulary_size,
+            supports_chat=self._text.supports_chat,
+            weight_version=types_pb2.WeightVersion(
+                generation=version.generation, digest=version.digest
+            ),
+        )
+
+
+def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        started=inference_pb2.GenerationStarted(
+            request_id=request.request_id,
+            model=model.name,
+            prompt_token_count=len(request.prompt_token_ids),
+            seed=request.seed,
+        )
+    )
+
+
+def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
+    """Raises RowFailed or GenerationCancelled for an end that is no answer."""
+    match finish.reason:
+        case FinishReason.STOP:
+            reason = inference_pb2.FINISH_REASON_STOP
+        case FinishReason.LENGTH:
+            reason = inference_pb2.FINISH_REASON_LENGTH
+        case FinishReason.FAULT:
+            raise RowFailed(finish.detail or "the worker could not compute the next token")
+        case FinishReason.CANCELLED:
+            raise GenerationCancelled
+        case _:
+            assert_never(finish.reason)
+    return inference_pb2.GenerationFinished(
+        reason=reason,
+        stop_string=stop_string,
+        stop_token_id=finish.stop_token_id if stop_string is None else None,
+        usage=_usage(finish.usage),
+    )
+
+
+def _usage(usage: Usage) -> types_pb2.Usage:
+    return types_pb2.Usage(
+        prompt_token_count=usage.prompt_tokens,
+        cached_prompt_token_count=usage.cached_prompt_tokens,
+        completion_token_count=usage.completion_tokens,
+    )

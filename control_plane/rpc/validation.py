@@ -1,0 +1,349 @@
+"""Requests as messages, checked against every rule of inference.proto, to requests as values.
+
+The broken rules of a message are reported together, the first eight of them, each with its field's
+path in the message. What depends on the prompt's token count is checked by `check_prompt` once that
+is known.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from control_plane.core.sampling_params import SamplingParams
+from control_plane.rpc.errors import FieldViolation, InvalidRequest, NoModelServed, UnknownModel
+from control_plane.shell.engine import ServedModel
+from control_plane.text.chat_template import ChatMessage
+from twinplane.common.v1 import types_pb2
+from twinplane.inference.v1 import inference_pb2
+
+CHARACTERS_PER_TOKEN = 32
+"""A text of more characters than this for each token of the model's length can't fit."""
+
+_MAX_REPORTED = 8
+_MAX_TEMPERATURE = 100.0
+_MAX_PRIORITY = 100
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_STRING_CHARACTERS = 256
+_MAX_STOP_TOKENS = 64
+_MAX_SALT_BYTES = 128
+_MAX_REQUEST_ID_CHARACTERS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Plain text."""
+
+    text: str
+    field: str = "text"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, all within the vocabulary."""
+
+    token_ids: tuple[int, ...]
+    field: str = "token_ids"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation of at least one turn."""
+
+    messages: tuple[ChatMessage, ...]
+    field: str = "chat.messages"
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """When to stop; `max_tokens` None: as many as the model's length allows."""
+
+    max_tokens: int | None
+    strings: tuple[str, ...]
+    token_ids: frozenset[int]
+    ignore_end_of_sequence: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateCall:
+    """A checked GenerateRequest. `seed` None: the server chooses."""
+
+    prompt: Prompt
+    sampling: SamplingParams
+    seed: int | None
+    stop: Stop
+    priority: int
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """A checked TokenizeRequest."""
+
+    prompt: TextPrompt | ChatPrompt
+    add_special_tokens: bool
+
+
+class _Checker:
+    """Collects broken rules."""
+
+    def __init__(self) -> None:
+        self._violations: list[FieldViolation] = []
+
+    def require(self, holds: bool, field: str, rule: str) -> bool:
+        if not holds:
+            self._violations.append(FieldViolation(field, rule))
+        return holds
+
+    def known_fields(self, message: Message, path: str = "") -> None:
+        """A field of a newer contract asks for something that would not be done."""
+        unknown = UnknownFieldSet(message)
+        if len(unknown) > 0:
+            number = unknown[0].field_number
+            self.require(False, f"{path}{number}", "no field of this number is known here")
+
+    def raise_if_any(self) -> None:
+        if self._violations:
+            raise InvalidRequest(self._violations[:_MAX_REPORTED])
+
+
+def check_model(name: str, served: ServedModel | None) -> ServedModel:
+    """The model a request names; empty means the only one. Raises UnknownModel, NoModelServed."""
+    if served is None:
+        raise NoModelServed
+    if name not in ("", served.name):
+        raise UnknownModel(name, [served.name])
+    return served
+
+
+def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -> GenerateCall:
+    """Raises InvalidRequest."""
+    checker = _Checker()
+    checker.known_fields(request)
+    prompt: Prompt | None = None
+    match request.WhichOneof("prompt"):
+        case "text":
+            checker.require(request.text != "", "text", "is empty")
+            prompt = _text(checker, request.text, model)
+        case "token_ids":
+            prompt = _token_prompt(checker, request.token_ids, model)
+        case "chat":
+            prompt = _chat(checker, request.chat, model)
+        case _:
+            checker.require(False, "prompt", "one of text, token_ids and chat is needed")
+    sampling = _sampling(checker, request.sampling)
+    stop = _stop(checker, request.stop, model)
+    checker.require(
+        abs(request.priority) <= _MAX_PRIORITY,
+        "priority",
+        f"{request.priority} is not in [-{_MAX_PRIORITY}, {_MAX_PRIORITY}]",
+    )
+    salt_size = len(request.cache_salt.encode())
+    checker.require(
+        salt_size <= _MAX_SALT_BYTES,
+        "cache_salt",
+        f"has {salt_size} bytes, at most {_MAX_SALT_BYTES} are allowed",
+    )
+    _request_id(checker, request.request_id)
+    checker.raise_if_any()
+    assert prompt is not None
+    seed = request.sampling.seed if request.sampling.HasField("seed") else None
+    return GenerateCall(prompt, sampling, seed, stop, request.priority, request.cache_salt)
+
+
+def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedModel) -> int:
+    """The most tokens to generate after a prompt of `token_count`. Raises InvalidRequest."""
+    checker = _Checker()
+    room = model.max_sequence_token_count - token_count
+    checker.require(token_count > 0, prompt.field, "gives no tokens")
+    checker.require(
+        room > 0,
+        prompt.field,
+        f"has {token_count} tokens; the model's length is {model.max_sequence_token_count}, and one"
+        " token must be left to generate",
+    )
+    if stop.max_tokens is not None and room > 0:
+        checker.require(
+            stop.max_tokens <= room,
+            "stop.max_tokens",
+            f"{stop.max_tokens} do not fit: the model's length is {model.max_sequence_token_count}"
+            f" tokens, the prompt has {token_count}, which leaves {room}",
+        )
+    checker.raise_if_any()
+    return room if stop.max_tokens is None else stop.max_tokens
+
+
+def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
+    """Raises InvalidRequest."""
+    checker = _Checker()
+    checker.known_fields(request)
+    prompt: TextPrompt | ChatPrompt | None = None
+    match request.WhichOneof("input"):
+        case "text":
+            prompt = _text(checker, request.text, model)
+        case "chat":
+            prompt = _chat(checker, request.chat, model)
+            checker.require(
+                not request.omit_special_tokens,
+                "omit_special_tokens",
+                "a chat's template decides that",
+            )
+        case _:
+            checker.require(False, "input", "one of text and chat is needed")
+    checker.raise_if_any()
+    assert prompt is not None
+    return TokenizeCall(prompt, add_special_tokens=not request.omit_special_tokens)
+
+
+def check_detokenize(
+    request: inference_pb2.DetokenizeRequest, model: ServedModel
+) -> tuple[int, ...]:
+    """The token ids. Raises InvalidRequest."""
+    checker = _Checker()
+    checker.known_fields(request)
+    token_ids = tuple(request.token_ids)
+    checker.require(len(token_ids) > 0, "token_ids", "is empty")
+    _in_vocabulary(checker, token_ids, "token_ids", model)
+    _within_length(checker, token_ids, "token_ids", model)
+    checker.raise_if_any()
+    return token_ids
+
+
+def check_list_models(request: inference_pb2.ListModelsRequest) -> None:
+    """Raises InvalidRequest."""
+    checker = _Checker()
+    checker.known_fields(request)
+    checker.raise_if_any()
+
+
+def _text(checker: _Checker, text: str, model: ServedModel) -> TextPrompt:
+    _text_length(checker, len(text), "text", model)
+    return TextPrompt(text)
+
+
+def _token_prompt(
+    checker: _Checker, message: types_pb2.TokenIds, model: ServedModel
+) -> TokenPrompt:
+    checker.known_fields(message, "token_ids.")
+    token_ids = tuple(message.ids)
+    checker.require(len(token_ids) > 0, "token_ids", "is empty")
+    _in_vocabulary(checker, token_ids, "token_ids", model)
+    return TokenPrompt(token_ids)
+
+
+def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
+    checker.known_fields(chat, "chat.")
+    checker.require(len(chat.messages) > 0, "chat.messages", "is empty")
+    for index, message in enumerate(chat.messages):
+        path = f"chat.messages[{index}]"
+        checker.known_fields(message, f"{path}.")
+        if not checker.require(message.role != "", f"{path}.role", "is empty"):
+            break  # one is enough: a message may have thousands
+    length = sum(len(message.role) + len(message.content) for message in chat.messages)
+    _text_length(checker, length, "chat.messages", model)
+    return ChatPrompt(
+        tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    )
+
+
+def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
+    checker.known_fields(message, "sampling.")
+    given = SamplingParams()
+    temperature = message.temperature if message.HasField("temperature") else given.temperature
+    top_p = message.top_p if message.HasField("top_p") else given.top_p
+    min_p = message.min_p if message.HasField("min_p") else given.min_p
+    # Comparisons with NaN are false, and infinity is outside of every range.
+    checker.require(
+        0 <= temperature <= _MAX_TEMPERATURE,
+        "sampling.temperature",
+        f"{_number(temperature)} is not in [0, {_MAX_TEMPERATURE:g}]",
+    )
+    checker.require(0 < top_p <= 1, "sampling.top_p", f"{_number(top_p)} is not in (0, 1]")
+    checker.require(0 <= min_p <= 1, "sampling.min_p", f"{_number(min_p)} is not in [0, 1]")
+    return SamplingParams(temperature, message.top_k, top_p, min_p)
+
+
+def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
+    checker.known_fields(message, "stop.")
+    max_tokens = message.max_tokens if message.HasField("max_tokens") else None
+    checker.require(max_tokens != 0, "stop.max_tokens", "0 is less than 1")
+    if checker.require(
+        len(message.strings) <= _MAX_STOP_STRINGS,
+        "stop.strings",
+        f"has {len(message.strings)} texts, at most {_MAX_STOP_STRINGS} are allowed",
+    ):
+        for index, string in enumerate(message.strings):
+            path = f"stop.strings[{index}]"
+            checker.require(string != "", path, "is empty")
+            checker.require(
+                len(string) <= _MAX_STOP_STRING_CHARACTERS,
+                path,
+                f"has {len(string)} characters, at most {_MAX_STOP_STRING_CHARACTERS} are allowed",
+            )
+    checker.require(
+        len(message.token_ids) <= _MAX_STOP_TOKENS,
+        "stop.token_ids",
+        f"has {len(message.token_ids)} tokens, at most {_MAX_STOP_TOKENS} are allowed",
+    )
+    _in_vocabulary(checker, message.token_ids, "stop.token_ids", model)
+    return Stop(
+        max_tokens,
+        tuple(message.strings),
+        frozenset(message.token_ids),
+        message.ignore_end_of_sequence,
+    )
+
+
+def _request_id(checker: _Checker, request_id: str) -> None:
+    checker.require(
+        len(request_id) <= _MAX_REQUEST_ID_CHARACTERS,
+        "request_id",
+        f"has {len(request_id)} characters, at most {_MAX_REQUEST_ID_CHARACTERS} are allowed",
+    )
+    checker.require(
+        request_id.isascii() and (request_id.isprintable() or not request_id),
+        "request_id",
+        "has a character that is not printable ASCII",
+    )
+
+
+def _in_vocabulary(
+    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
+) -> None:
+    largest = max(token_ids, default=0)
+    checker.require(
+        largest < model.vocabulary_size,
+        field,
+        f"{largest} is not in the vocabulary of {model.vocabulary_size} tokens",
+    )
+
+
+def _within_length(
+    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
+) -> None:
+    checker.require(
+        len(token_ids) <= model.max_sequence_token_count,
+        field,
+        f"has {len(token_ids)} tokens; the model's length is {model.max_sequence_token_count}",
+    )
+
+
+def _text_length(checker: _Checker, length: int, field: str, model: ServedModel) -> None:
+    limit = CHARACTERS_PER_TOKEN * model.max_sequence_token_count
+    checker.require(
+        length <= limit,
+        field,
+        f"has {length} characters; at most {limit} are looked at, as the model's length is"
+        f" {model.max_sequence_token_count} tokens",
+    )
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if math.isfinite(value) else str(value)

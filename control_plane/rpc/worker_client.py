@@ -1,0 +1,172 @@
+"""The Worker port over gRPC: claims a worker and keeps its step pipeline.
+
+A fresh channel serves each claim, so a broken connection never delays the next attempt by the
+backoff of an old one. Every failure becomes WorkerRefused when the worker said why (an ErrorInfo
+detail), else WorkerLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2
+from grpc_status import rpc_status
+
+from control_plane.core.plan import StepPlan, StepResult
+from control_plane.rpc import convert
+from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from twinplane.worker.v1 import (
+    info_pb2,
+    model_runner_pb2,
+    model_runner_pb2_grpc,
+)
+
+CONTRACT_VERSION = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+
+_CHANNEL_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+)
+
+_Execute = grpc.aio.StreamStreamCall[
+    model_runner_pb2.ExecuteRequest, model_runner_pb2.ExecuteResponse
+]
+
+
+class GrpcWorker:
+    """One worker behind `address`: host:port, or unix:PATH.
+
+    `attach_timeout` seconds bound each unary call of a claim. Used by one driver at a time.
+    """
+
+    def __init__(self, address: str, *, controller_id: str, attach_timeout: float = 10.0) -> None:
+        self._address = address
+        self._controller_id = controller_id
+        self._attach_timeout = attach_timeout
+        self._last_epoch = 0
+        self._channel: grpc.aio.Channel | None = None
+        self._execute: _Execute | None = None
+
+    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+        """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
+
+        Raises WorkerLost, or WorkerRefused, e.g. with STALE_EPOCH.
+        """
+        await self.detach()
+        channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
+        self._channel = channel
+        stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        timeout = self._attach_timeout
+        try:
+            if epoch is None:
+                answer = await stub.GetWorkerInfo(
+                    model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout
+                )
+                epoch = max(answer.worker_info.epoch, self._last_epoch) + 1
+            attached = await stub.Attach(
+                model_runner_pb2.AttachRequest(
+                    epoch=epoch,
+                    controller_id=self._controller_id,
+                    contract_versions=info_pb2.ContractVersionRange(
+                        minimum=CONTRACT_VERSION, maximum=CONTRACT_VERSION
+                    ),
+                ),
+                timeout=timeout,
+            )
+            pool = await stub.GetMemoryPool(
+                model_runner_pb2.GetMemoryPoolRequest(), timeout=timeout
+            )
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error) from error
+        self._last_epoch = epoch
+        self._execute = stub.Execute()
+        return convert.info_from_pb(attached.worker_info), convert.pool_from_pb(pool.memory_pool)
+
+    async def send(self, plan: StepPlan) -> None:
+        """Writes a plan to the pipeline. Raises WorkerLost or WorkerRefused when it has ended."""
+        call = self._pipeline()
+        request = model_runner_pb2.ExecuteRequest(
+            forward=model_runner_pb2.ForwardRequest(plan=convert.plan_to_pb(plan))
+        )
+        try:
+            await call.write(request)
+        except asyncio.InvalidStateError as error:  # the call is over; its status says why
+            raise await _ended(call) from error
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error) from error
+
+    async def receive(self) -> StepResult:
+        """Reads the next result. Raises WorkerLost or WorkerRefused when the pipeline ends."""
+        call = self._pipeline()
+        try:
+            response = await call.read()
+        except asyncio.InvalidStateError as error:
+            raise await _ended(call) from error
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error) from error
+        if not isinstance(response, model_runner_pb2.ExecuteResponse):  # the end of the stream
+            raise await _ended(call)
+        if response.WhichOneof("message") != "forward":
+            raise WorkerLost("the pipeline answered a plan with something else")
+        return convert.result_from_pb(response.forward.result)
+
+    async def detach(self) -> None:
+        """Closes the pipeline and the connection. Idempotent; never raises."""
+        call, self._execute = self._execute, None
+        channel, self._channel = self._channel, None
+        if call is not None:
+            call.cancel()
+        if channel is not None:
+            await channel.close()
+
+    def _pipeline(self) -> _Execute:
+        if self._execute is None:
+            raise WorkerLost("not attached")
+        return self._execute
+
+
+def _translate(error: grpc.aio.AioRpcError) -> WorkerLost | WorkerRefused:
+    reason = _reason(error)
+    message = error.details() or error.code().name
+    if reason is None:
+        return WorkerLost(f"{error.code().name}: {message}")
+    return WorkerRefused(reason, message)
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str | None:
+    """The reason of the status's ErrorInfo, if it carries one."""
+    try:
+        # An AioRpcError has all that from_call asks of a call.
+        status = rpc_status.from_call(error)
+    except ValueError:  # the details contradict the status: not from a worker of ours
+        return None
+    if status is None:
+        return None
+    info = error_details_pb2.ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            return str(info.reason)
+    return None
+
+
+async def _ended(call: Any) -> WorkerLost | WorkerRefused:
+    """Why a pipeline that is over has ended."""
+    code = await call.code()
+    if code is grpc.StatusCode.OK:
+        return WorkerLost("the worker closed the pipeline")
+    return _translate(
+        grpc.aio.AioRpcError(
+            code,
+            await call.initial_metadata(),
+            await call.trailing_metadata(),
+            details=await call.details(),
+        )
+    )

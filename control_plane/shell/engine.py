@@ -1,0 +1,57 @@
+"""What the client edge needs of the engine behind it, as a protocol, and how the engine refuses.
+
+EngineError
+├── EngineDraining   the server accepts nothing more
+└── EngineLost       the worker is gone and the request could not go on
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from control_plane.core.events import Finish, FinishReason
+from control_plane.core.plan import WeightVersion
+from control_plane.core.request import Request, RequestId
+from control_plane.shell.stream import TokenStream
+
+
+class EngineError(Exception):
+    """Base of what the engine refuses for reasons of its own."""
+
+
+class EngineDraining(EngineError):
+    """The server finishes what runs and accepts nothing more."""
+
+
+class EngineLost(EngineError):
+    """No worker can execute the request now."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that answers. `max_sequence_token_count` counts prompt and output."""
+
+    name: str
+    max_sequence_token_count: int
+    vocabulary_size: int
+    weight_version: WeightVersion
+
+
+class Engine(Protocol):
+    """Runs requests. Every method runs on the event loop and returns at once."""
+
+    def served_model(self) -> ServedModel | None:
+        """What is served; None while no worker is attached."""
+        ...
+
+    def submit(self, request: Request, stream: TokenStream) -> None:
+        """Queues a request whose tokens go to `stream`.
+
+        Raises QueueFull, DuplicateRequest, RequestTooLong or EngineDraining; then nothing is held.
+        """
+        ...
+
+    def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
+        """Ends a request and frees what it holds at once; None if it is not running."""
+        ...

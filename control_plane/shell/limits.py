@@ -1,0 +1,51 @@
+"""What may run at once: the worker's limits, the pool's, and the configured ones, whichever is
+smallest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from control_plane.core.config import SchedulerConfig
+from control_plane.shell.ports import MemoryPool, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingSettings:
+    """What the operator chose. None: the worker's own limit."""
+
+    max_sequence_count: int | None = None
+    max_step_token_count: int | None = None
+    max_sequence_token_count: int | None = None
+    max_waiting_count: int = 1024
+    async_scheduling: bool = True
+    enable_prefix_caching: bool = True
+    ageing_seconds: float = 10.0
+
+
+def scheduler_config(
+    settings: SchedulingSettings, info: WorkerInfo, pool: MemoryPool
+) -> SchedulerConfig:
+    """The core's limits with this worker. A sequence must fit the pool when it runs alone."""
+    pool_token_count = (pool.block_count - 1) * pool.block_size
+    return SchedulerConfig(
+        max_sequence_count=_smaller(settings.max_sequence_count, info.max_sequence_count),
+        max_step_token_count=_smaller(settings.max_step_token_count, info.max_step_token_count),
+        max_sequence_token_count=min(
+            _smaller(settings.max_sequence_token_count, info.max_sequence_token_count),
+            # A preempted sequence is added again whole, output and all.
+            info.max_prompt_token_count,
+            pool_token_count,
+        ),
+        block_count=pool.block_count,
+        block_size=pool.block_size,
+        max_waiting_count=settings.max_waiting_count,
+        max_inflight_step_count=min(
+            2 if settings.async_scheduling else 1, info.max_inflight_step_count
+        ),
+        enable_prefix_caching=settings.enable_prefix_caching,
+        ageing_seconds=settings.ageing_seconds,
+    )
+
+
+def _smaller(configured: int | None, limit: int) -> int:
+    return limit if configured is None else min(configured, limit)

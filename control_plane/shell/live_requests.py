@@ -1,0 +1,84 @@
+"""The streams of the requests that run: each ends exactly once, with a finish or an error."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from control_plane.core.events import Finish, RequestOutput
+from control_plane.core.request import Request, RequestId
+from control_plane.observability.metrics import Telemetry
+from control_plane.shell.stream import TokenStream
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    stream: TokenStream
+    arrival: float
+    last_token_at: float | None = None
+
+
+class LiveRequests:
+    """Request ids to streams, and the latencies between the tokens they get."""
+
+    def __init__(self, telemetry: Telemetry) -> None:
+        self._telemetry = telemetry
+        self._live: dict[RequestId, _Live] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        return request_id in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def ids(self, *, mid_stream_only: bool = False) -> list[RequestId]:
+        """The requests that run; only those that already have tokens, if asked."""
+        return [
+            request_id
+            for request_id, live in self._live.items()
+            if live.last_token_at is not None or not mid_stream_only
+        ]
+
+    async def wait_empty(self) -> None:
+        """Returns once nothing runs."""
+        await self._empty.wait()
+
+    def add(self, request: Request, stream: TokenStream) -> None:
+        """A request was queued."""
+        self._live[request.request_id] = _Live(stream, request.arrival)
+        self._empty.clear()
+
+    def push(self, output: RequestOutput, now: float) -> bool:
+        """Hands tokens, and the end if it is there, to the stream.
+
+        True: the stream found a stop string, and the request should be finished.
+        """
+        live = self._live[output.request_id]
+        count = len(output.token_ids)
+        if count:
+            if live.last_token_at is None:
+                self._telemetry.first_token(now - live.arrival)
+            else:
+                self._telemetry.token_gap((now - live.last_token_at) / count, count)
+            live.last_token_at = now
+        stopped = live.stream.push(output.token_ids, output.finish)
+        if output.finish is not None:
+            self._remove(output.request_id)
+        return stopped
+
+    def end(self, request_id: RequestId, finish: Finish) -> None:
+        """The request is over without new tokens."""
+        self._live[request_id].stream.push([], finish)
+        self._remove(request_id)
+
+    def fail(self, request_id: RequestId, error: Exception) -> None:
+        """The request ends with an error."""
+        self._live[request_id].stream.fail(error)
+        self._remove(request_id)
+
+    def _remove(self, request_id: RequestId) -> None:
+        del self._live[request_id]
+        if not self._live:
+            self._empty.set()

@@ -1,0 +1,92 @@
+"""One request's way from the driver to its client.
+
+Both ends live on one event loop. The driver pushes and never waits; the client takes everything
+that has gathered since its last turn, so under load messages grow instead of queues, and no timer
+is needed. What gathers is bounded by the request's own token limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Protocol
+
+from control_plane.core.events import Finish, FinishReason
+
+
+class StopScanner(Protocol):
+    """Looks for stop strings as tokens arrive."""
+
+    def push(self, token_ids: list[int]) -> int | None:
+        """How many of these tokens were needed to complete a stop string; None: none is."""
+        ...
+
+
+class TokenStream:
+    """Gathers one request's tokens until its client takes them.
+
+    With a scanner, tokens are scanned as they arrive, so that the driver learns of a stop string
+    before the next step; tokens after the one that completed it are dropped and not counted.
+    """
+
+    def __init__(self, scanner: StopScanner | None = None) -> None:
+        self._scanner = scanner
+        self._tokens: list[int] = []
+        self._token_count = 0
+        self._matched = False
+        self._finish: Finish | None = None
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the driver is done with the request. What gathered may not be taken yet."""
+        return self._finish is not None or self._error is not None
+
+    def push(self, token_ids: list[int], finish: Finish | None) -> bool:
+        """Adds tokens, and the end if this is it.
+
+        True: a stop string is complete, the request should be finished with STOP, and the finish
+        that gives pushed here, with no tokens. Whatever reason it carries, the client sees STOP.
+        """
+        assert not self.ended, "pushed after the end"
+        if not self._matched:
+            self._accept(token_ids)
+        if finish is not None:
+            self._finish = self._as_stopped(finish) if self._matched else finish
+            self._ready.set()
+        return self._matched and finish is None
+
+    def fail(self, error: Exception) -> None:
+        """Ends the request with an error, which `take` raises once the tokens before it are taken.
+
+        Does nothing after an end.
+        """
+        if not self.ended:
+            self._error = error
+            self._ready.set()
+
+    async def take(self) -> tuple[list[int], Finish | None]:
+        """All that is ready, waiting when nothing is. After a finish there is nothing more."""
+        while not self._tokens and not self.ended:
+            self._ready.clear()
+            await self._ready.wait()
+        tokens, self._tokens = self._tokens, []
+        if self._error is not None and not tokens:
+            raise self._error
+        return tokens, self._finish
+
+    def _accept(self, token_ids: list[int]) -> None:
+        if self._scanner is not None and token_ids:
+            consumed = self._scanner.push(token_ids)
+            if consumed is not None:
+                self._matched = True
+                token_ids = token_ids[:consumed]
+        if token_ids:
+            self._tokens.extend(token_ids)
+            self._token_count += len(token_ids)
+            self._ready.set()
+
+    def _as_stopped(self, finish: Finish) -> Finish:
+        usage = replace(finish.usage, completion_tokens=self._token_count)
+        return Finish(FinishReason.STOP, usage)

@@ -1,0 +1,261 @@
+"""A worker without a model whose tokens depend on every token and every block it is given.
+
+The KV slot of a position holds a hash of all tokens up to it, computed from the slot of the
+position before. So a wrong block, a wrong position, a lost or doubled token anywhere changes what
+is sampled, and `expected_tokens` says what is right. Plans are checked as a real worker checks
+them; a plan that does not fit is refused with PLAN_MISMATCH.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
+from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+
+VOCABULARY = 97
+_MODULUS = 1_000_003
+
+
+def advance(state: int, token: int) -> int:
+    """The hash of a prefix with one token more."""
+    return (state * 31 + token * 17 + 7) % _MODULUS
+
+
+def sample(state: int, seed: int = 0) -> int:
+    """The token after a prefix. Never below 2: 0 and 1 are free for stop tokens of tests."""
+    return 2 + (state ^ seed) % (VOCABULARY - 2)
+
+
+def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """What any right scheduling generates."""
+    state = 0
+    for token in prompt:
+        state = advance(state, token)
+    tokens = []
+    for _ in range(count):
+        tokens.append(sample(state, seed))
+        state = advance(state, tokens[-1])
+    return tokens
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    tokens: list[int]
+    blocks: list[int]
+    computed: int
+    seed: int
+    sampled_step: int = 0
+    sampled: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Machine:
+    """The worker's process: survives a lost connection; `restart` is its death and a new life.
+
+    `digest` stands for its weights: other weights give other tokens only by name.
+    """
+
+    max_sequence_count: int = 4
+    max_step_token_count: int = 16
+    max_sequence_token_count: int = 64
+    block_count: int = 33
+    block_size: int = 4
+    digest: str = "a" * 64
+    vocabulary_size: int = VOCABULARY
+    incarnation: int = 1
+    epoch: int = 0
+    last_step: int = 0
+    rows: dict[int, _Row] = field(default_factory=dict)
+    kv: dict[tuple[int, int], int] = field(default_factory=dict)
+    executed_plans: list[StepPlan] = field(default_factory=list)
+
+    def restart(self) -> None:
+        """A new life: the claim, the rows and the KV are gone."""
+        self.incarnation += 1
+        self.epoch = 0
+        self.last_step = 0
+        self.rows.clear()
+        self.kv.clear()
+
+    def claim(self, epoch: int) -> tuple[WorkerInfo, MemoryPool]:
+        """Attach."""
+        if epoch <= self.epoch:
+            raise WorkerRefused("STALE_EPOCH", f"epoch {epoch} is not above {self.epoch}")
+        self.epoch = epoch
+        self.last_step = 0
+        self.rows.clear()
+        info = WorkerInfo(
+            worker_id="fake",
+            incarnation_id=str(self.incarnation),
+            epoch=epoch,
+            model_name="fake",
+            architecture="Fake",
+            vocabulary_size=self.vocabulary_size,
+            data_type="float32",
+            weight_version=WeightVersion(1, self.digest),
+            max_sequence_count=self.max_sequence_count,
+            max_step_token_count=self.max_step_token_count,
+            max_sequence_token_count=self.max_sequence_token_count,
+            max_prompt_token_count=self.max_sequence_token_count,
+            max_inflight_step_count=4,
+            features=frozenset(),
+            device="simulated:0",
+            attention_backend="none",
+        )
+        return info, MemoryPool(self.block_count, self.block_size, 1)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Forward with inline sampling."""
+        if plan.epoch != self.epoch:
+            raise WorkerRefused("STALE_EPOCH", f"epoch {plan.epoch}, claimed by {self.epoch}")
+        if plan.step_id != self.last_step + 1:
+            raise WorkerRefused("STEP_GAP", f"step {plan.step_id} after {self.last_step}")
+        self.last_step = plan.step_id
+        self.executed_plans.append(plan)
+        for row in plan.removed_rows:
+            _require(row in self.rows, f"removed row {row} is free")
+            del self.rows[row]
+        for added in plan.added:
+            self._add(added)
+        _require(plan.token_count <= self.max_step_token_count, "step budget")
+        scheduled = plan.scheduled
+        literals, blocks = deque(scheduled.literal_tokens), deque(scheduled.appended_blocks)
+        result = StepResult(plan.epoch, plan.step_id, [], [], [])
+        _require(len(set(scheduled.rows)) == len(scheduled.rows), "rows are distinct")
+        for row_id, start, count, distance, literal_count, block_count in zip(
+            scheduled.rows,
+            scheduled.start_positions,
+            scheduled.token_counts,
+            scheduled.source_step_distances,
+            scheduled.literal_token_counts,
+            scheduled.appended_block_counts,
+            strict=True,
+        ):
+            row = self.rows[row_id]
+            _require(start == row.computed, f"row {row_id} starts at {start}, is {row.computed}")
+            row.blocks += [blocks.popleft() for _ in range(block_count)]
+            if distance:
+                _require(row.sampled_step == plan.step_id - distance, "source step")
+                row.tokens.append(row.sampled)
+            for offset in range(literal_count):
+                token = literals.popleft()
+                if start + offset < len(row.tokens):
+                    row.tokens[start + offset] = token
+                else:
+                    row.tokens.append(token)
+            end = start + count
+            _require(end <= len(row.tokens), f"row {row_id} has {len(row.tokens)} of {end} tokens")
+            _require(end <= self.max_sequence_token_count, "sequence length")
+            _require(end <= len(row.blocks) * self.block_size, f"row {row_id} lacks blocks")
+            for position in range(start, end):
+                self._write(row, position)
+            row.computed = end
+            if end == len(row.tokens):
+                row.sampled = sample(self._read(row, end - 1), row.seed)
+                row.sampled_step = plan.step_id
+                result.rows.append(row_id)  # type: ignore[arg-type]
+                result.token_counts.append(1)
+                result.tokens.append(row.sampled)
+        _require(not literals and not blocks, "columns fit")
+        return result
+
+    def _add(self, added: AddedSequence) -> None:
+        _require(added.row not in self.rows, f"added row {added.row} is taken")
+        _require(0 <= added.row < self.max_sequence_count, "row in range")
+        _require(0 <= added.computed_token_count < len(added.token_ids), "computed count")
+        self.rows[added.row] = _Row(
+            list(added.token_ids), list(added.block_ids), added.computed_token_count, added.seed
+        )
+
+    def _write(self, row: _Row, position: int) -> None:
+        state = self._read(row, position - 1) if position else 0
+        self.kv[self._slot(row, position)] = advance(state, row.tokens[position])
+
+    def _read(self, row: _Row, position: int) -> int:
+        return self.kv.get(self._slot(row, position), -1)
+
+    def _slot(self, row: _Row, position: int) -> tuple[int, int]:
+        block = row.blocks[position // self.block_size]
+        _require(0 < block < self.block_count, f"block {block} in range")
+        return block, position % self.block_size
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise WorkerRefused("PLAN_MISMATCH", message)
+
+
+def no_delay() -> float:
+    """A worker that takes no time."""
+    return 0.0
+
+
+class FakeWorker:
+    """The Worker port over a Machine, with a connection that can break.
+
+    `step_seconds` gives each step's time. `break_connection` loses everything in flight: results
+    that have not been received never will be. Executed plans stay executed.
+    """
+
+    def __init__(self, machine: Machine, step_seconds: Callable[[], float] = no_delay) -> None:
+        self.machine = machine
+        self.step_seconds = step_seconds
+        self.reachable = True
+        self.attach_count = 0
+        self._last_epoch = 0
+        self._connected = False
+        self._ready_at = 0.0
+        self._plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
+
+    @property
+    def connected(self) -> bool:
+        """Whether a claim's pipeline is open."""
+        return self._connected
+
+    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+        await asyncio.sleep(0)
+        if not self.reachable:
+            raise WorkerLost("unreachable")
+        self.attach_count += 1
+        if epoch is None:
+            epoch = max(self.machine.epoch, self._last_epoch) + 1
+        answer = self.machine.claim(epoch)
+        self._last_epoch = epoch
+        self._connected = True
+        self._plans = asyncio.Queue()
+        return answer
+
+    async def send(self, plan: StepPlan) -> None:
+        await asyncio.sleep(0)
+        if not self._connected:
+            raise WorkerLost("connection broken")
+        self._plans.put_nowait(plan)
+
+    async def receive(self) -> StepResult:
+        if not self._connected:
+            raise WorkerLost("connection broken")
+        plan = await self._plans.get()
+        if plan is None:
+            raise WorkerLost("connection broken")
+        delay = self.step_seconds()
+        if delay:
+            await asyncio.sleep(delay)
+        if not self._connected:
+            raise WorkerLost("connection broken")
+        try:
+            return self.machine.execute(plan)
+        except WorkerRefused:
+            self._connected = False
+            raise
+
+    async def detach(self) -> None:
+        self._connected = False
+
+    def break_connection(self) -> None:
+        """The connection is gone; a receive that waits is woken."""
+        self._connected = False
+        self._plans.put_nowait(None)

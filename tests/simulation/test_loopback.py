@@ -1,0 +1,197 @@
+"""Driver, contract and simulated worker together: in process, and over real loopback gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from control_plane.observability.metrics import Telemetry
+from control_plane.rpc.worker_client import GrpcWorker
+from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.limits import SchedulingSettings
+from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
+from control_plane.shell.stream import TokenStream
+from tests.simulation.rig import Answer, read, request
+from twinplane.inprocess import InProcessWorker
+from worker_service.domain import Limits
+from worker_service.facade import WorkerFacade
+from worker_service.rpc.server import WorkerServer
+from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
+
+LIMITS = Limits(
+    max_sequence_count=4,
+    max_step_token_count=32,
+    max_sequence_token_count=128,
+    max_prompt_token_count=128,
+)
+INSTANT = SimulatedLatency(0.0, 0.0, 0.0, 0.0)
+PROMPTS = {f"r{n}": [(7 * n + k) % 500 for k in range(3 + 9 * n)] for n in range(8)}
+COUNT = 24
+
+
+@asynccontextmanager
+async def facade(
+    block_count: int = 200, latency: SimulatedLatency = INSTANT
+) -> AsyncIterator[WorkerFacade]:
+    model = SimulatedModel("simulated", 500, LIMITS, block_count, block_size=8)
+    made = WorkerFacade(lambda: SimulatedRunner(model, latency), worker_id="w", incarnation_id="i")
+    await made.load()
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+@asynccontextmanager
+async def server(
+    worker: WorkerFacade, uds: Path | None = None, port: int = 0
+) -> AsyncIterator[str]:
+    made = WorkerServer(worker)
+    address = await made.start("127.0.0.1", port, uds)
+    try:
+        yield address
+    finally:
+        worker.drain()
+        made.end_streams()
+        await made.stop(0.0)
+
+
+@asynccontextmanager
+async def driven(worker: Worker, scheduling: SchedulingSettings) -> AsyncIterator[Driver]:
+    ready = asyncio.Event()
+    driver = Driver(
+        worker,
+        DriverSettings(scheduling=scheduling, check_invariants=True),
+        clock=time.monotonic,
+        rng=random.Random(0),
+        telemetry=Telemetry("test"),
+        on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
+    )
+    task = asyncio.create_task(driver.run())
+    try:
+        await ready.wait()
+        yield driver
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+
+
+async def generate(driver: Driver, names: list[str]) -> dict[str, list[int]]:
+    answers: dict[str, Answer] = {}
+    async with asyncio.TaskGroup() as group:
+        for name in names:
+            stream, answers[name] = TokenStream(), Answer()
+            driver.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
+            group.create_task(read(stream, answers[name]))
+    assert all(answer.error is None for answer in answers.values())
+    return {name: answer.tokens for name, answer in answers.items()}
+
+
+async def alone() -> dict[str, list[int]]:
+    """Each request by itself, whole, uncached, one step at a time: what is right."""
+    tokens: dict[str, list[int]] = {}
+    plain = SchedulingSettings(async_scheduling=False, enable_prefix_caching=False)
+    async with facade() as worker, driven(InProcessWorker(worker), plain) as driver:
+        for name in PROMPTS:
+            tokens |= await generate(driver, [name])
+    return tokens
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("block_count", [200, 20])
+@pytest.mark.parametrize("budget", [None, 7])
+async def test_in_process_tokens_do_not_depend_on_the_schedule(
+    async_scheduling: bool, block_count: int, budget: int | None
+) -> None:
+    scheduling = SchedulingSettings(async_scheduling=async_scheduling, max_step_token_count=budget)
+    async with (
+        facade(block_count) as worker,
+        driven(InProcessWorker(worker), scheduling) as driver,
+    ):
+        for _ in range(2):  # cold, then with the prefix cache warm
+            assert await generate(driver, list(PROMPTS)) == await alone()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "unix"])
+async def test_over_grpc(transport: str, tmp_path: Path) -> None:
+    uds = tmp_path / "worker.sock" if transport == "unix" else None
+    async with (
+        facade() as worker,
+        server(worker, uds) as address,
+        driven(GrpcWorker(address, controller_id="test"), SchedulingSettings()) as driver,
+    ):
+        assert await generate(driver, list(PROMPTS)) == await alone()
+        stats = driver.stats()
+        assert stats is not None and stats.submitted == len(PROMPTS)
+
+
+async def test_a_worker_that_dies_and_returns_continues_token_for_token(tmp_path: Path) -> None:
+    expected = await alone()
+    uds = tmp_path / "worker.sock"
+    worker = GrpcWorker(f"unix:{uds}", controller_id="test", attach_timeout=2.0)
+    async with AsyncExitStack() as stack:
+        async with facade(latency=SimulatedLatency(step=0.004)) as first, server(first, uds):
+            driver = await stack.enter_async_context(driven(worker, SchedulingSettings()))
+            task = asyncio.create_task(generate(driver, list(PROMPTS)))
+            await _until(lambda: _generated(driver) >= 20)
+        assert not task.done()
+        async with facade() as second, server(second, uds):
+            assert await task == expected
+            assert driver.ready
+
+
+async def test_two_claims_the_older_is_fenced() -> None:
+    async with facade() as worker, server(worker) as address:
+        first = GrpcWorker(address, controller_id="first")
+        second = GrpcWorker(address, controller_id="second")
+        info, _ = await first.attach()
+        later, _ = await second.attach()
+        assert later.epoch == info.epoch + 1
+        assert later.incarnation_id == info.incarnation_id
+        with pytest.raises(WorkerRefused) as refused:
+            await first.attach(epoch=later.epoch)
+        assert refused.value.reason == "STALE_EPOCH"
+        await first.detach()
+        await second.detach()
+
+
+async def test_nobody_listens() -> None:
+    worker = GrpcWorker("127.0.0.1:1", controller_id="test", attach_timeout=2.0)
+    with pytest.raises(WorkerLost):
+        await worker.attach()
+    await worker.detach()
+    with pytest.raises(WorkerLost):
+        await worker.receive()
+
+
+async def test_something_else_listens() -> None:
+    """A gRPC server without the service: lost, not crashed."""
+    other = grpc.aio.server()
+    port = other.add_insecure_port("127.0.0.1:0")
+    await other.start()
+    worker = GrpcWorker(f"127.0.0.1:{port}", controller_id="test")
+    try:
+        with pytest.raises(WorkerLost, match="UNIMPLEMENTED"):
+            await worker.attach()
+    finally:
+        await worker.detach()
+        await other.stop(0.0)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.002)
+
+
+def _generated(driver: Driver) -> int:
+    stats = driver.stats()
+    return 0 if stats is None else stats.generated_tokens

@@ -1,0 +1,108 @@
+"""Short ways to say what a core test is about."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from control_plane.core.plan import BlockId, Row, StepPlan, StepResult, WeightVersion
+from control_plane.core.request import Request, RequestId
+from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.scheduler import Scheduler, SchedulerConfig
+
+WEIGHTS = WeightVersion(1, "w")
+
+
+def config(
+    *,
+    rows: int = 4,
+    budget: int = 16,
+    longest: int = 32,
+    blocks: int = 33,
+    block_size: int = 4,
+    waiting: int = 16,
+    inflight: int = 1,
+    caching: bool = True,
+) -> SchedulerConfig:
+    """Small limits; `blocks` includes the null block."""
+    return SchedulerConfig(
+        max_sequence_count=rows,
+        max_step_token_count=budget,
+        max_sequence_token_count=longest,
+        block_count=blocks,
+        block_size=block_size,
+        max_waiting_count=waiting,
+        max_inflight_step_count=inflight,
+        enable_prefix_caching=caching,
+    )
+
+
+def scheduler_of(limits: SchedulerConfig) -> Scheduler:
+    return Scheduler(limits, epoch=7, weight_version=WEIGHTS)
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    *,
+    max_tokens: int = 20,
+    stops: frozenset[int] = frozenset(),
+    ends: frozenset[int] = frozenset(),
+    arrival: float = 0.0,
+    priority: int = 0,
+    salt: str = "",
+) -> Request:
+    return Request(
+        request_id=RequestId(name),
+        prompt_token_ids=tuple(prompt),
+        sampling=SamplingParams(temperature=0.0),
+        seed=1,
+        stop=StopConditions(max_tokens, stops, ends),
+        arrival=arrival,
+        priority=priority,
+        cache_salt=salt,
+    )
+
+
+def planned(scheduler: Scheduler, now: float = 0.0) -> StepPlan:
+    """The next plan, where there must be one."""
+    plan = scheduler.schedule(now)
+    assert plan is not None
+    return plan
+
+
+def result(plan: StepPlan, tokens: Mapping[int, int] | Mapping[Row, int]) -> StepResult:
+    """The result of a plan: a token for each row, in the order given."""
+    return StepResult(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        rows=[Row(row) for row in tokens],
+        token_counts=[1] * len(tokens),
+        tokens=list(tokens.values()),
+    )
+
+
+def table(plan: StepPlan) -> list[tuple[int, int, int, int, list[int], list[BlockId]]]:
+    """Per scheduled row: row, start, count, source distance, literal tokens, appended blocks."""
+    columns = plan.scheduled
+    literals, blocks = iter(columns.literal_tokens), iter(columns.appended_blocks)
+    rows = [
+        (
+            row,
+            start,
+            count,
+            distance,
+            [next(literals) for _ in range(literal_count)],
+            [next(blocks) for _ in range(block_count)],
+        )
+        for row, start, count, distance, literal_count, block_count in zip(
+            columns.rows,
+            columns.start_positions,
+            columns.token_counts,
+            columns.source_step_distances,
+            columns.literal_token_counts,
+            columns.appended_block_counts,
+            strict=True,
+        )
+    ]
+    assert not list(literals) and not list(blocks)
+    return rows

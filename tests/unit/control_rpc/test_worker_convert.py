@@ -1,0 +1,204 @@
+"""Control plane step values to messages and back, against the worker's reading of them."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from control_plane.core.plan import (
+    AddedSequence,
+    BlockId,
+    Row,
+    RowFault,
+    SamplingMode,
+    ScheduledRows,
+    StepPlan,
+    WeightVersion,
+)
+from control_plane.core.sampling_params import SamplingParams
+from control_plane.rpc.convert import info_from_pb, plan_to_pb, pool_from_pb, result_from_pb
+from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
+from worker_service import domain
+from worker_service.rpc import convert as worker_convert
+
+VERSION = WeightVersion(3, "d" * 64)
+
+
+def plan(scheduled: ScheduledRows, **changes: object) -> StepPlan:
+    values: dict[str, object] = {
+        "epoch": 7,
+        "step_id": 1234,
+        "weight_version": VERSION,
+        "removed_rows": [],
+        "added": [],
+        "scheduled": scheduled,
+        "sampling": SamplingMode.INLINE,
+    }
+    return StepPlan(**(values | changes))  # type: ignore[arg-type]
+
+
+def decode_rows(count: int, rng: random.Random) -> ScheduledRows:
+    """A decode step at its most expensive usual form: long contexts, tokens from a step in
+    flight, a new block for one row in sixteen."""
+    appended = [int(row % 16 == 0) for row in range(count)]
+    return ScheduledRows(
+        rows=[Row(row) for row in range(count)],
+        start_positions=[rng.randrange(4000, 8000) for _ in range(count)],
+        token_counts=[1] * count,
+        source_step_distances=[1] * count,
+        literal_token_counts=[0] * count,
+        appended_block_counts=appended,
+        appended_blocks=[BlockId(rng.randrange(10_000, 100_000)) for _ in range(sum(appended))],
+    )
+
+
+def as_worker_reads(sent: StepPlan) -> domain.StepPlan:
+    message = model_runner_pb2.ForwardRequest(plan=plan_to_pb(sent)).SerializeToString()
+    return worker_convert.forward_from_pb(model_runner_pb2.ForwardRequest.FromString(message))
+
+
+def test_the_worker_reads_what_was_planned() -> None:
+    rng = random.Random(1)
+    scheduled = ScheduledRows(
+        rows=[Row(4), Row(0), Row(9)],
+        start_positions=[0, 17, 3],
+        token_counts=[5, 1, 2],
+        source_step_distances=[0, 2, 0],
+        literal_token_counts=[0, 0, 2],
+        literal_tokens=[11, 49151],
+        appended_block_counts=[1, 0, 2],
+        appended_blocks=[BlockId(8), BlockId(5), BlockId(6)],
+    )
+    added = AddedSequence(
+        row=Row(4),
+        token_ids=[rng.randrange(49152) for _ in range(5)],
+        sampling=SamplingParams(temperature=0.5, top_k=40, top_p=0.75, min_p=0.125),
+        seed=2**64 - 1,
+        block_ids=[BlockId(3)],
+        computed_token_count=4,
+    )
+    sent = plan(scheduled, removed_rows=[Row(1), Row(2)], added=[added])
+    read = as_worker_reads(sent)
+    assert (read.epoch, read.step_id) == (7, 1234)
+    assert (read.weight_version.generation, read.weight_version.digest) == (3, "d" * 64)
+    assert read.removed_rows.tolist() == [1, 2]
+    assert read.sampling is domain.SamplingMode.INLINE
+    for name in domain.ScheduledRows.__slots__:
+        assert getattr(read.scheduled, name).tolist() == getattr(scheduled, name), name
+    (sequence,) = read.added
+    assert sequence.row == 4
+    assert sequence.token_ids.tolist() == added.token_ids
+    assert sequence.block_ids.tolist() == [3]
+    assert sequence.computed_token_count == 4
+    assert sequence.sampling == domain.SamplingParameters(0.5, 40, 0.75, 0.125, 2**64 - 1)
+
+
+def test_columns_that_say_nothing_are_sent_empty_and_read_full() -> None:
+    scheduled = decode_rows(20, random.Random(2))
+    message = plan_to_pb(plan(scheduled))
+    assert not message.scheduled.token_counts
+    assert not message.scheduled.literal_token_counts
+    assert len(message.scheduled.source_step_distances) == 20
+    read = as_worker_reads(plan(scheduled))
+    assert read.scheduled.token_counts.tolist() == [1] * 20
+    assert read.scheduled.literal_token_counts.tolist() == [0] * 20
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 2], [2, 1, 1], [2, 2, 2]])
+def test_counts_that_say_something_are_sent(counts: list[int]) -> None:
+    scheduled = ScheduledRows(
+        rows=[Row(0), Row(1), Row(2)],
+        start_positions=[0, 0, 0],
+        token_counts=counts,
+        source_step_distances=[0, 0, 0],
+        literal_token_counts=[0, 0, 0],
+        appended_block_counts=[0, 0, 0],
+    )
+    assert list(plan_to_pb(plan(scheduled)).scheduled.token_counts) == counts
+
+
+def test_a_plan_that_only_removes_has_no_scheduled_rows() -> None:
+    message = plan_to_pb(plan(ScheduledRows(), removed_rows=[Row(3)]))
+    assert not message.HasField("scheduled")
+    assert as_worker_reads(plan(ScheduledRows(), removed_rows=[Row(3)])).scheduled.rows.size == 0
+
+
+@pytest.mark.parametrize("mode", list(SamplingMode))
+def test_sampling_modes_mean_the_same_on_both_sides(mode: SamplingMode) -> None:
+    read = as_worker_reads(plan(decode_rows(1, random.Random(3)), sampling=mode))
+    assert read.sampling.name == mode.name
+
+
+def test_a_greedy_temperature_survives() -> None:
+    """0 is not unset."""
+    added = AddedSequence(Row(0), [1], SamplingParams(temperature=0.0), 0, [], 0)
+    (sequence,) = as_worker_reads(plan(ScheduledRows(), added=[added])).added
+    assert sequence.sampling.temperature == 0.0
+    assert sequence.sampling.seed == 0
+
+
+def test_a_result_is_read_as_the_worker_meant_it() -> None:
+    sent = domain.StepResult(
+        epoch=7,
+        step_id=9,
+        rows=np.array([5, 2], dtype=np.int32),
+        token_counts=np.array([1, 1], dtype=np.int32),
+        tokens=np.array([49151, 0], dtype=np.int32),
+        faults=(domain.RowFault(3, domain.RowFaultKind.INVALID_LOGITS, "nan"),),
+        queued_seconds=0.25,
+        executed_seconds=1.5,
+    )
+    message = worker_convert.result_to_pb(sent)
+    assert not message.token_counts
+    read = result_from_pb(step_pb2.StepResult.FromString(message.SerializeToString()))
+    assert (read.epoch, read.step_id) == (7, 9)
+    assert (read.rows, read.token_counts, read.tokens) == ([5, 2], [1, 1], [49151, 0])
+    assert read.faults == [RowFault(Row(3), "invalid_logits", "nan")]
+    assert (read.queued_seconds, read.executed_seconds) == (0.25, 1.5)
+
+
+def test_capability_and_pool() -> None:
+    info = info_from_pb(
+        info_pb2.WorkerInfo(
+            worker_id="w",
+            incarnation_id="i",
+            epoch=4,
+            device=info_pb2.Device(kind=info_pb2.DEVICE_KIND_CUDA, name="H200", index=1),
+            model=info_pb2.Model(
+                name="m",
+                architecture="LlamaForCausalLM",
+                vocabulary_size=100,
+                data_type=info_pb2.DATA_TYPE_BFLOAT16,
+            ),
+            limits=info_pb2.Limits(max_sequence_count=8, max_inflight_step_count=4),
+            features=[info_pb2.FEATURE_BATCH_INVARIANT, 99],
+        )
+    )
+    assert (info.worker_id, info.incarnation_id, info.epoch) == ("w", "i", 4)
+    assert info.device == "cuda:1 H200"
+    assert info.data_type == "bfloat16"
+    assert info.features == {"batch_invariant", "99"}, "an unknown feature is no error"
+    assert info.max_sequence_count == 8
+    pool = pool_from_pb(
+        info_pb2.MemoryPool(block_count=10, block_token_count=16, bytes_per_block=5)
+    )
+    assert (pool.block_count, pool.block_size, pool.bytes_per_block) == (10, 16, 5)
+
+
+def test_a_decode_step_of_256_rows_costs_at_most_8_kb_each_way() -> None:
+    message = model_runner_pb2.ExecuteRequest(
+        forward=model_runner_pb2.ForwardRequest(
+            plan=plan_to_pb(plan(decode_rows(256, random.Random(4))))
+        )
+    )
+    assert message.ByteSize() <= 8000
+    rows = np.arange(256, dtype=np.int32)
+    result = domain.StepResult(
+        7, 1234, rows, np.ones(256, dtype=np.int32), np.full(256, 150_000, dtype=np.int32)
+    )
+    answer = model_runner_pb2.ExecuteResponse(
+        forward=model_runner_pb2.ForwardResponse(result=worker_convert.result_to_pb(result))
+    )
+    assert answer.ByteSize() <= 8000

@@ -1,0 +1,71 @@
+"""Limits at the door, and configurations that could not work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from control_plane.core.admission import Admission
+from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
+from tests.support.core_requests import config, planned, request, scheduler_of
+
+
+def test_a_prompt_must_leave_room_for_a_token() -> None:
+    scheduler = scheduler_of(config(longest=8))
+    with pytest.raises(RequestTooLong, match=r"8 tokens; at most 7"):
+        scheduler.submit(request("a", [1] * 8))
+    scheduler.submit(request("a", [1] * 7))
+
+
+def test_ids_are_unique_among_those_that_run_or_wait() -> None:
+    scheduler = scheduler_of(config())
+    scheduler.submit(request("a", [1]))
+    with pytest.raises(DuplicateRequest):
+        scheduler.submit(request("a", [1]))
+    planned(scheduler)
+    with pytest.raises(DuplicateRequest):
+        scheduler.submit(request("a", [1]))
+
+
+def test_the_queue_has_an_end() -> None:
+    scheduler = scheduler_of(config(waiting=2, rows=1))
+    scheduler.submit(request("a", [1]))
+    scheduler.submit(request("b", [1]))
+    with pytest.raises(QueueFull) as refused:
+        scheduler.submit(request("c", [1]))
+    assert refused.value.retry_after == 1.0
+    planned(scheduler)
+    scheduler.submit(request("c", [1]))
+    assert scheduler.stats().waiting == 2
+
+
+def test_retry_after_follows_the_pace_of_the_queue() -> None:
+    admission = Admission(config())
+    assert admission.retry_after(50.0) == 1.0, "nothing is known"
+    for now in (0.0, 4.0, 8.0):
+        admission.note_start(now)
+    assert admission.retry_after(12.0) == 4.0
+    assert admission.retry_after(90.0) == 30.0, "the queue has come to a halt"
+    assert admission.retry_after(1e9) == 60.0
+    assert admission.retry_after(-1.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_sequence_count": 0}, "max_sequence_count"),
+        ({"max_step_token_count": 0}, "max_step_token_count"),
+        ({"max_sequence_token_count": 1}, "max_sequence_token_count"),
+        ({"block_size": 0}, "block_size"),
+        ({"max_waiting_count": 0}, "max_waiting_count"),
+        ({"max_inflight_step_count": 0}, "max_inflight_step_count"),
+        ({"ageing_seconds": 0.0}, "ageing_seconds"),
+        ({"ageing_seconds": float("nan")}, "ageing_seconds"),
+        ({"block_count": 8}, "the pool holds 28 tokens"),
+    ],
+)
+def test_configurations_that_could_not_work(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(config(longest=32), **changes)

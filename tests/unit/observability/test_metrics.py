@@ -1,0 +1,171 @@
+"""Metrics as Prometheus reads them, and the endpoint that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from control_plane.core.config import SchedulerConfig
+from control_plane.core.plan import WeightVersion
+from control_plane.core.request import Request, RequestId
+from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.scheduler import Scheduler
+from control_plane.observability.metrics import Histogram, Telemetry
+from control_plane.observability.metrics_server import MetricsServer
+
+
+def samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """(name, labels) to value of everything that is exposed, by Prometheus' own parser."""
+    families = text_string_to_metric_families(telemetry.render().decode())
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_a_histogram_counts_inclusive_buckets() -> None:
+    histogram = Histogram((0.1, 1.0))
+    histogram.observe(0.1)
+    histogram.observe(0.5, 3)
+    histogram.observe(7.0)
+    assert histogram.cumulative() == [("0.1", 1.0), ("1.0", 4.0), ("+Inf", 5.0)]
+    assert histogram.total == pytest.approx(8.6)
+
+
+def test_without_a_core_there_is_still_something_to_see() -> None:
+    found = samples(Telemetry("1.2.3"))
+    assert found["twinplane_build_info", (("version", "1.2.3"),)] == 1.0
+    assert found["twinplane_worker_up", ()] == 0.0
+    assert ("twinplane_requests_running", ()) not in found
+
+
+def test_the_cores_counts_are_exposed() -> None:
+    telemetry = Telemetry("0")
+    config = SchedulerConfig(2, 64, 64, 9, 8)
+    core = Scheduler(config, 1, WeightVersion(1, "a" * 64))
+    telemetry.follow(core.stats)
+    for name in "abc":
+        core.submit(
+            Request(RequestId(name), tuple(range(20)), SamplingParams(), 0, StopConditions(5), 0.0)
+        )
+    core.schedule(0.0)
+    found = samples(telemetry)
+    assert found["twinplane_requests_running", ()] == 2.0
+    assert found["twinplane_requests_waiting", ()] == 1.0
+    assert found["twinplane_requests_submitted_total", ()] == 3.0
+    kv_states = [
+        found["twinplane_kv_tokens", (("state", s),)] for s in ("active", "cached", "free")
+    ]
+    assert kv_states == [48.0, 0.0, 16.0]
+    assert found["twinplane_tokens_total", (("kind", "prompt_computed"),)] == 40.0
+    assert found["twinplane_requests_finished_total", (("reason", "stop"),)] == 0.0
+
+
+def test_events_become_counts() -> None:
+    telemetry = Telemetry("0")
+    telemetry.worker_attached(worker_id="w", model="m", device="cpu", resumed=False)
+    assert samples(telemetry)["twinplane_worker_up", ()] == 1.0
+    telemetry.worker_lost()
+    telemetry.worker_lost()
+    telemetry.worker_attached(worker_id="w", model="m", device="cpu", resumed=True)
+    telemetry.step_finished(0.02)
+    telemetry.control_work(0.0002)
+    telemetry.first_token(0.3)
+    telemetry.token_gap(0.04, 5)
+    telemetry.rpc_finished("Generate", "OK")
+    telemetry.rpc_finished("Generate", "OK")
+    found = samples(telemetry)
+    assert found["twinplane_worker_losses_total", ()] == 1.0
+    assert found["twinplane_worker_resyncs_total", ()] == 1.0
+    assert found["twinplane_step_duration_seconds_count", ()] == 1.0
+    assert found["twinplane_inter_token_latency_seconds_count", ()] == 5.0
+    assert found["twinplane_inter_token_latency_seconds_sum", ()] == pytest.approx(0.2)
+    assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.5"),)] == 1.0
+    assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.25"),)] == 0.0
+    assert found["twinplane_rpcs_total", (("code", "OK"), ("method", "Generate"))] == 2.0
+
+
+def test_two_of_them_do_not_mix() -> None:
+    first, second = Telemetry("1"), Telemetry("2")
+    first.rpc_finished("Generate", "OK")
+    assert b"Generate" not in second.render()
+
+
+@asynccontextmanager
+async def serving(telemetry: Telemetry, *, ready: bool = True) -> AsyncIterator[int]:
+    server = MetricsServer(telemetry.render, lambda: ready)
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield port
+    finally:
+        await server.close()
+
+
+async def ask(port: int, message: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(message)
+    answer = await reader.read()
+    writer.close()
+    await writer.wait_closed()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return head, body
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/openmetrics-text; version=1.0.0"])
+async def test_metrics_are_always_text_0_0_4(accept: str) -> None:
+    async with serving(Telemetry("0")) as port:
+        request = f"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n\r\n"
+        head, body = await ask(port, request.encode())
+    assert head.startswith(b"HTTP/1.1 200 ")
+    assert b"Content-Type: text/plain; version=0.0.4; charset=utf-8" in head
+    assert b"# TYPE twinplane_worker_up gauge" in body
+    assert f"Content-Length: {len(body)}".encode() in head
+
+
+@pytest.mark.parametrize(("ready", "status"), [(True, b"200"), (False, b"503")])
+async def test_healthz_follows_readiness(ready: bool, status: bytes) -> None:
+    async with serving(Telemetry("0"), ready=ready) as port:
+        head, _ = await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert head.split(b" ")[1] == status
+
+
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        (b"GET /other HTTP/1.1\r\n\r\n", b"404"),
+        (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+        (b"\x16\x03\x01nonsense\r\n\r\n", b"400"),
+        (b"GET /metrics HTTP/1.1\r\nX: " + b"a" * 10_000 + b"\r\n\r\n", b"431"),
+    ],
+)
+async def test_odd_requests_get_an_answer(message: bytes, status: bytes) -> None:
+    async with serving(Telemetry("0")) as port:
+        head, _ = await ask(port, message)
+    assert head.split(b" ")[1] == status
+
+
+async def test_head_has_no_body() -> None:
+    async with serving(Telemetry("0")) as port:
+        head, body = await ask(port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
+    assert b"Content-Length: " in head
+    assert body == b""
+
+
+async def test_close_ends_connections_that_say_nothing() -> None:
+    async with serving(Telemetry("0")) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await asyncio.sleep(0.05)
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    async with serving(Telemetry("0")) as port:
+        with pytest.raises(OSError, match="in use"):
+            await MetricsServer(Telemetry("0").render, lambda: True).start("127.0.0.1", port)

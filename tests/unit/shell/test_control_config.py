@@ -1,0 +1,77 @@
+"""The control plane's settings: what is checked, and what becomes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from control_plane.config import ControlConfig
+from control_plane.shell.limits import SchedulingSettings, scheduler_config
+from control_plane.shell.ports import MemoryPool
+from tests.simulation.fake_worker import Machine
+from twinplane.setting_names import KNOWN_SETTINGS
+
+
+def test_every_setting_is_known_to_the_command_line() -> None:
+    names = {field.name for field in dataclasses.fields(ControlConfig)}
+    assert names == KNOWN_SETTINGS["control"]
+
+
+def test_the_defaults_are_loopback() -> None:
+    config = ControlConfig()
+    assert config.host == config.metrics_host == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("metrics_port", 70000),
+        ("max_model_len", 1),
+        ("max_num_seqs", 0),
+        ("max_num_batched_tokens", -5),
+        ("max_num_waiting", 0),
+        ("tokenizer_threads", 0),
+        ("ageing_seconds", 0.0),
+        ("ageing_seconds", float("nan")),
+        ("worker_loss_patience", -1.0),
+        ("drain_grace_seconds", -0.1),
+        ("drain_grace_seconds", float("inf")),
+    ],
+)
+def test_what_can_not_work_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        ControlConfig(**{name: value})
+
+
+def limits(settings: SchedulingSettings, machine: Machine, *, pool: MemoryPool) -> Any:
+    info, _ = machine.claim(1)
+    return scheduler_config(settings, info, pool)
+
+
+def test_unset_limits_are_the_workers() -> None:
+    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(100, 4, 1))
+    assert config.max_sequence_count == 4
+    assert config.max_step_token_count == 16
+    assert config.max_sequence_token_count == 64
+    assert config.max_inflight_step_count == 2
+
+
+def test_set_limits_only_lower_the_workers() -> None:
+    high = SchedulingSettings(99, 99, 99)
+    low = SchedulingSettings(2, 8, 32, async_scheduling=False)
+    pool = MemoryPool(100, 4, 1)
+    assert limits(high, Machine(), pool=pool).max_sequence_count == 4
+    config = limits(low, Machine(), pool=pool)
+    assert config.max_sequence_count == 2
+    assert config.max_step_token_count == 8
+    assert config.max_sequence_token_count == 32
+    assert config.max_inflight_step_count == 1
+
+
+def test_a_sequence_is_never_longer_than_the_pool() -> None:
+    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(9, 4, 1))
+    assert config.max_sequence_token_count == 32

@@ -1,0 +1,263 @@
+"""The driver when its worker is lost, refuses, changes or is claimed by another; virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from control_plane.core.events import FinishReason
+from control_plane.core.plan import StepPlan, StepResult
+from control_plane.core.request import RequestId
+from control_plane.shell.engine import EngineLost
+from control_plane.shell.stream import TokenStream
+from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.rig import Rig, request, running, settings, until
+from tests.simulation.virtual_time import VirtualLoop, run_virtual
+
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_lost_worker_is_only_a_pause(restarts: bool) -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        async with running(loop, worker) as rig:
+            answers = [rig.submit(request(f"r{n}", [*PROMPT, n], 30)) for n in range(3)]
+            await until(lambda: len(answers[0].tokens) >= 10)
+            worker.reachable = False
+            worker.break_connection()
+            if restarts:
+                worker.machine.restart()
+            await asyncio.sleep(3.0)
+            assert not rig.driver.ready
+            assert rig.driver.served_model() is not None, "a short loss is only a pause"
+            late = rig.submit(request("late", PROMPT, 5, arrival=loop.time()))
+            worker.reachable = True
+            await rig.settled(*answers, late)
+            for n, answer in enumerate(answers):
+                assert answer.tokens == expected_tokens([*PROMPT, n], 30)
+            assert late.tokens == expected_tokens(PROMPT, 5)
+            assert rig.readiness == [True, False, True]
+            assert b"twinplane_worker_resyncs_total 1.0" in rig.telemetry.render()
+
+    run_virtual(main)
+
+
+def test_an_idle_worker_that_vanishes_is_noticed() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine())
+        async with running(loop, worker) as rig:
+            worker.break_connection()
+            await asyncio.sleep(1.0)
+            assert rig.readiness == [True, False, True]
+
+    run_virtual(main)
+
+
+def test_a_refused_plan_resyncs() -> None:
+    """The worker's rows vanish behind the driver's back: PLAN_MISMATCH, and on it goes."""
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("a", PROMPT, 30))
+            await until(lambda: len(answer.tokens) >= 10)
+            for row in worker.machine.rows.values():
+                row.computed += 1
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens(PROMPT, 30)
+            assert worker.attach_count == 2
+
+    run_virtual(main)
+
+
+def test_another_claim_is_not_fought_over() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        async with running(loop, worker, settings(contention_delay=20.0)) as rig:
+            answer = rig.submit(request("a", PROMPT, 30))
+            await until(lambda: len(answer.tokens) >= 5)
+            worker.machine.claim(worker.machine.epoch + 5)
+            claimed_at = loop.time()
+            await until(lambda: worker.attach_count > 1)
+            assert loop.time() - claimed_at >= 10.0
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens(PROMPT, 30)
+            assert worker.machine.epoch == 7, "one above the other claim"
+
+    run_virtual(main)
+
+
+def test_other_weights_end_what_is_mid_stream_and_run_what_has_not_begun() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(max_sequence_count=1), lambda: 0.01)
+        async with running(loop, worker) as rig:
+            begun = rig.submit(request("begun", PROMPT, 30))
+            queued = rig.submit(request("queued", PROMPT, 5))
+            await until(lambda: len(begun.tokens) >= 5)
+            worker.machine.restart()
+            worker.machine.digest = "b" * 64
+            worker.break_connection()
+            await rig.settled(begun, queued)
+            assert isinstance(begun.error, EngineLost)
+            assert 5 <= len(begun.tokens) < 30
+            assert queued.tokens == expected_tokens(PROMPT, 5)
+            model = rig.driver.served_model()
+            assert model is not None and model.weight_version.digest == "b" * 64
+
+    run_virtual(main)
+
+
+def test_a_long_loss_fails_requests_and_refuses_new_ones() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        async with running(loop, worker, settings(loss_patience=30.0)) as rig:
+            answer = rig.submit(request("a", PROMPT, 30))
+            worker.reachable = False
+            worker.break_connection()
+            await rig.settled(answer)
+            assert isinstance(answer.error, EngineLost)
+            assert 30.0 <= loop.time() < 31.0
+            assert rig.driver.served_model() is None
+            with pytest.raises(EngineLost):
+                rig.submit(request("b", PROMPT, 3))
+            worker.reachable = True
+            await rig.attached()
+            after = rig.submit(request("c", PROMPT, 3, arrival=loop.time()))
+            await rig.settled(after)
+            assert after.tokens == expected_tokens(PROMPT, 3)
+
+    run_virtual(main)
+
+
+def test_patience_ends_while_the_driver_keeps_away_from_a_rival() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        chosen = settings(loss_patience=5.0, contention_delay=100.0)
+        async with running(loop, worker, chosen) as rig:
+            answer = rig.submit(request("a", PROMPT, 30))
+            await until(lambda: len(answer.tokens) >= 5)
+            worker.machine.claim(worker.machine.epoch + 1)
+            await rig.settled(answer)
+            assert isinstance(answer.error, EngineLost)
+            assert 5.0 <= loop.time() < 6.0
+
+    run_virtual(main)
+
+
+def test_a_worker_that_can_not_be_used_is_refused_and_tried_again() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(max_sequence_token_count=1))
+        rig = Rig(loop, worker, settings(), 0)
+        task = asyncio.create_task(rig.driver.run())
+        await asyncio.sleep(5.0)
+        assert not rig.driver.ready
+        worker.machine.max_sequence_token_count = 64
+        await rig.attached()
+        task.cancel()
+        await asyncio.wait([task])
+
+    run_virtual(main)
+
+
+def test_a_request_that_kills_every_worker_is_given_up() -> None:
+    class Poisoned(FakeWorker):
+        async def receive(self) -> StepResult:
+            await self._plans.get()
+            self.break_connection()
+            return await super().receive()
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = Poisoned(Machine())
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("poison", PROMPT, 3))
+            await rig.settled(answer)
+            assert isinstance(answer.error, EngineLost)
+            assert worker.attach_count == 5
+
+    run_virtual(main)
+
+
+def test_before_the_first_claim_nothing_is_accepted() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine())
+        worker.reachable = False
+        rig = Rig(loop, worker, settings(), 0)
+        task = asyncio.create_task(rig.driver.run())
+        await asyncio.sleep(1.0)
+        assert rig.driver.served_model() is None
+        with pytest.raises(EngineLost):
+            rig.driver.submit(request("a", PROMPT, 3), TokenStream())
+        assert rig.driver.finish(RequestId("a"), FinishReason.CANCELLED) is None
+        worker.reachable = True
+        await rig.attached()
+        task.cancel()
+        await asyncio.wait([task])
+        assert rig.readiness == [True, False]
+
+    run_virtual(main)
+
+
+def test_a_result_of_the_lost_claim_is_not_taken_for_the_new_one() -> None:
+    class Breaking(FakeWorker):
+        broken = False
+
+        async def send(self, plan: StepPlan) -> None:
+            if not self.broken and plan.step_id == 2:
+                self.broken = True
+                await asyncio.sleep(1.0)  # the first result arrives meanwhile
+                self.break_connection()
+            await super().send(plan)
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = Breaking(Machine())
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("a", PROMPT, 10))
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens(PROMPT, 10)
+            assert worker.attach_count == 2
+
+    run_virtual(main)
+
+
+def test_cancel_while_the_worker_is_gone() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.01)
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("a", PROMPT, 50))
+            await asyncio.sleep(0.05)
+            worker.reachable = False
+            worker.break_connection()
+            await asyncio.sleep(0.5)
+            rig.driver.finish(RequestId("a"), FinishReason.CANCELLED)
+            await rig.settled(answer)
+            assert answer.finish is not None
+            worker.reachable = True
+            await rig.attached()
+            stats = rig.driver.stats()
+            assert stats is not None and stats.running == stats.waiting == 0
+
+    run_virtual(main)
+
+
+def test_a_result_of_another_step_resyncs() -> None:
+    class Confused(FakeWorker):
+        confused = True
+
+        async def receive(self) -> StepResult:
+            result = await super().receive()
+            if self.confused and result.step_id == 4:
+                self.confused = False
+                return StepResult(result.epoch, 9, result.rows, result.token_counts, result.tokens)
+            return result
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = Confused(Machine(), lambda: 0.01)
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("a", PROMPT, 20))
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens(PROMPT, 20)
+            assert worker.attach_count == 2
+
+    run_virtual(main)

@@ -1,0 +1,116 @@
+"""What is read from a model's folder, and from where."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models
+
+from control_plane.text.chat_template import ChatMessage, RenderLimits
+from control_plane.text.errors import ModelFilesInvalid
+from control_plane.text.model_files import TextModel, load_text_model
+
+LIMITS = RenderLimits(max_characters=1000, seconds=60.0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def load(folder: Path) -> TextModel:
+    return load_text_model(folder, now=datetime.now, clock=lambda: 0.0)
+
+
+def put(folder: Path, name: str, value: object) -> None:
+    (folder / name).write_text(json.dumps(value), encoding="utf-8")
+
+
+def rendered(model: TextModel) -> str:
+    assert model.template is not None
+    return model.template.render([ChatMessage("user", "hi")], LIMITS)
+
+
+def test_a_tokenizer_is_enough(folder: Path) -> None:
+    model = load(folder)
+    assert model.tokenizer.size == 4
+    assert model.template is None
+    assert model.end_of_sequence_ids == frozenset()
+
+
+def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
+    put(
+        folder,
+        "tokenizer_config.json",
+        {
+            "bos_token": {"content": "<s>", "lstrip": False},
+            "eos_token": "</s>",
+            "pad_token": None,
+            "chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token ~ pad_token }}",
+        },
+    )
+    assert rendered(load(folder)) == "<s>hi</s>"
+
+
+def test_named_templates_give_the_default(folder: Path) -> None:
+    templates = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
+    put(folder, "tokenizer_config.json", {"chat_template": templates})
+    assert rendered(load(folder)) == "yes"
+    put(folder, "tokenizer_config.json", {"chat_template": templates[:1]})
+    assert load(folder).template is None
+
+
+def test_the_template_file_wins(folder: Path) -> None:
+    put(folder, "tokenizer_config.json", {"chat_template": "old"})
+    (folder / "chat_template.jinja").write_text("new", encoding="utf-8")
+    assert rendered(load(folder)) == "new"
+
+
+def test_end_of_sequence_ids_come_from_the_first_that_says(folder: Path) -> None:
+    put(folder, "tokenizer_config.json", {"eos_token": "</s>"})
+    assert load(folder).end_of_sequence_ids == {3}
+    put(folder, "config.json", {"eos_token_id": 2})
+    assert load(folder).end_of_sequence_ids == {2}
+    put(folder, "generation_config.json", {"eos_token_id": [0, 1]})
+    assert load(folder).end_of_sequence_ids == {0, 1}
+    put(folder, "generation_config.json", {"eos_token_id": None})
+    assert load(folder).end_of_sequence_ids == {2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "no json"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}'),
+        ("generation_config.json", '{"eos_token_id": "x"}'),
+        ("config.json", '{"eos_token_id": ["x"]}'),
+    ],
+)
+def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:
+    (folder / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ModelFilesInvalid, match=r"token|template|config"):
+        load(folder)
+
+
+def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelFilesInvalid, match=r"tokenizer\.json is missing"):
+        load(tmp_path)
+
+
+def test_a_decoder_that_can_not_be_streamed_is_refused(folder: Path) -> None:
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"a": 0}, merges=[]))
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ModelFilesInvalid, match="ByteLevel"):
+        load(folder)

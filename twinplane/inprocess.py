@@ -1,0 +1,95 @@
+"""A worker in the same process as its controller, for tests and benchmarks: no socket, same bytes.
+
+Every message is serialised and parsed as if it crossed the wire, so what is proved here about the
+contract holds there. The planes still know only the contract; this file knows both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from control_plane.core.plan import StepPlan, StepResult
+from control_plane.rpc import convert as control_convert
+from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
+from worker_service.domain import CONTRACT_VERSION, WorkerError
+from worker_service.domain import StepResult as WorkerStepResult
+from worker_service.facade import Pipeline, WorkerFacade
+from worker_service.rpc import convert as worker_convert
+
+
+class InProcessWorker:
+    """The controller's Worker port over a facade on the same event loop.
+
+    The facade stays its owner's to load and close. `sent_bytes` and `received_bytes` count the
+    messages of the step pipeline.
+    """
+
+    def __init__(self, facade: WorkerFacade, *, controller_id: str = "in-process") -> None:
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self._facade = facade
+        self._controller_id = controller_id
+        self._last_epoch = 0
+        self._pipeline: Pipeline | None = None
+        self._results: asyncio.Queue[asyncio.Future[WorkerStepResult]] = asyncio.Queue()
+
+    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+        """Claims the worker, by default one epoch above every epoch seen."""
+        await self.detach()
+        try:
+            if epoch is None:
+                epoch = max(self._facade.worker_info().epoch, self._last_epoch) + 1
+            info, _ = await self._facade.attach(
+                epoch, self._controller_id, CONTRACT_VERSION, CONTRACT_VERSION
+            )
+            pool = await self._facade.memory_pool()
+        except WorkerError as error:
+            raise WorkerRefused(error.reason, str(error)) from error
+        self._last_epoch = epoch
+        self._pipeline = Pipeline()
+        self._results = asyncio.Queue()
+        return (
+            control_convert.info_from_pb(
+                info_pb2.WorkerInfo.FromString(worker_convert.info_to_pb(info).SerializeToString())
+            ),
+            control_convert.pool_from_pb(
+                info_pb2.MemoryPool.FromString(worker_convert.pool_to_pb(pool).SerializeToString())
+            ),
+        )
+
+    async def send(self, plan: StepPlan) -> None:
+        """Submits a plan; waits only for room in the worker's queue."""
+        if self._pipeline is None:
+            raise WorkerLost("not attached")
+        message = model_runner_pb2.ForwardRequest(
+            plan=control_convert.plan_to_pb(plan)
+        ).SerializeToString()
+        self.sent_bytes += len(message)
+        request = model_runner_pb2.ForwardRequest.FromString(message)
+        try:
+            future = await self._facade.submit(
+                worker_convert.forward_from_pb(request), self._pipeline
+            )
+        except WorkerError as error:
+            raise WorkerRefused(error.reason, str(error)) from error
+        self._results.put_nowait(future)
+
+    async def receive(self) -> StepResult:
+        """The next result, in order."""
+        if self._pipeline is None:
+            raise WorkerLost("not attached")
+        future = await self._results.get()
+        try:
+            result = await future
+        except WorkerError as error:
+            raise WorkerRefused(error.reason, str(error)) from error
+        message = worker_convert.result_to_pb(result).SerializeToString()
+        self.received_bytes += len(message)
+        return control_convert.result_from_pb(step_pb2.StepResult.FromString(message))
+
+    async def detach(self) -> None:
+        """Forgets the pipeline; what was submitted is still executed."""
+        self._pipeline = None
+        while not self._results.empty():
+            self._results.get_nowait().cancel()
