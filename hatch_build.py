@@ -21,9 +21,14 @@ def generate(root: Path) -> list[Path]:
     Returns the generated files. Raises CalledProcessError when protoc refuses a file.
     """
     protos = sorted((root / "protos").rglob("*.proto"))
-    packages = sorted({p.parent.relative_to(root / "protos") for p in protos})
-    for package in packages:
+    generated: list[Path] = []
+    for package in sorted({p.parent.relative_to(root / "protos") for p in protos}):
         (root / package).mkdir(parents=True, exist_ok=True)
+        # twinplane/worker and twinplane/worker/v1: packages, so that import contracts see them.
+        for folder in (package.parent, package):
+            init = root / folder / "__init__.py"
+            init.write_text('"""Generated from protos/."""\n')
+            generated.append(init)
     arguments = [f"--{kind}_out={root}" for kind in ("python", "pyi", "grpc_python")]
     subprocess.run(
         [
@@ -37,7 +42,6 @@ def generate(root: Path) -> list[Path]:
         check=True,
     )
     with_service = {p for p in protos if "\nservice " in p.read_text()}
-    generated: list[Path] = []
     for proto in protos:
         stem = root / proto.relative_to(root / "protos").with_suffix("")
         stub = Path(f"{stem}_pb2_grpc.py")

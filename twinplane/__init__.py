@@ -1,3 +1,105 @@
-"""Twinplane: LLM serving in two planes that talk a typed, versioned gRPC contract."""
+"""Twinplane: LLM serving in two planes that talk a typed, versioned gRPC contract.
+
+The client's names are imported on first use, so that `import twinplane` stays quick and loads
+neither gRPC nor protobuf.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from twinplane.client.aio import AsyncClient, AsyncGeneration
+    from twinplane.client.retry import RetryPolicy
+    from twinplane.client.sync import Client, Generation
+    from twinplane.client.values import (
+        Delta,
+        FinishReason,
+        GenerationResult,
+        Message,
+        ServedModel,
+        TlsCredentials,
+        Usage,
+        WeightVersion,
+    )
+    from twinplane.errors import (
+        Cancelled,
+        DeadlineExceeded,
+        InternalError,
+        InvalidRequest,
+        ModelNotFound,
+        Overloaded,
+        TwinplaneError,
+        Unavailable,
+        Violation,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncGeneration",
+    "Cancelled",
+    "Client",
+    "DeadlineExceeded",
+    "Delta",
+    "FinishReason",
+    "Generation",
+    "GenerationResult",
+    "InternalError",
+    "InvalidRequest",
+    "Message",
+    "ModelNotFound",
+    "Overloaded",
+    "RetryPolicy",
+    "ServedModel",
+    "TlsCredentials",
+    "TwinplaneError",
+    "Unavailable",
+    "Usage",
+    "Violation",
+    "WeightVersion",
+    "__version__",
+]
+
+_HOMES = {
+    "twinplane.client.aio": ("AsyncClient", "AsyncGeneration"),
+    "twinplane.client.retry": ("RetryPolicy",),
+    "twinplane.client.sync": ("Client", "Generation"),
+    "twinplane.client.values": (
+        "Delta",
+        "FinishReason",
+        "GenerationResult",
+        "Message",
+        "ServedModel",
+        "TlsCredentials",
+        "Usage",
+        "WeightVersion",
+    ),
+    "twinplane.errors": (
+        "Cancelled",
+        "DeadlineExceeded",
+        "InternalError",
+        "InvalidRequest",
+        "ModelNotFound",
+        "Overloaded",
+        "TwinplaneError",
+        "Unavailable",
+        "Violation",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,90 @@
+# `make help` lists the targets. Each installs what it needs by itself.
+# Set on the command line or in the environment:
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?= worker,dev
+# Versions to install; empty: whatever pyproject.toml's ranges allow.
+CONSTRAINTS ?= requirements/ci.txt
+MODEL ?= smollm2-135m-instruct
+# Further flags of `twinplane up`, pytest or the benchmarks.
+ARGS ?=
+
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STUBS := $(VENV)/.stubs
+PROTOS := $(shell find protos -name '*.proto')
+BENCHES ?= scheduler_cost control_cost transformers_throughput
+QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run model test check lint breaking format protos bench lock clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
+	  printf '  %-10s %s\n' "$$name" "$$what"; done
+
+$(INSTALLED): pyproject.toml hatch_build.py $(wildcard $(CONSTRAINTS))
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[$(EXTRAS)]'
+	touch $@
+
+# The install makes stubs, too; this keeps them fresh while protos are edited.
+$(STUBS): $(INSTALLED) $(PROTOS) hatch_build.py
+	$(BIN)/python hatch_build.py
+	touch $@
+
+setup: $(STUBS)  ## make the environment, .venv, with both planes and the tools
+
+model: $(STUBS)
+	$(BIN)/twinplane model pull $(MODEL)
+
+run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
+	exec $(BIN)/twinplane up --pull --model $(MODEL) $(ARGS)
+
+test: lint model  ## everything CI runs
+	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+check: lint  ## what to run before a commit: static checks and the quick tests
+	$(BIN)/python -m pytest -m 'not slow and not model and not gpu' $(QUICK_TESTS) $(ARGS)
+
+lint: $(STUBS) breaking  ## format, style, types, import contracts, protos
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+
+# Against the main branch, where the clone has one with protos in it.
+breaking: $(STUBS)
+	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
+	for ref in origin/main main; do \
+	  if git archive --format=tar --output="$$base/protos.tar" $$ref protos buf.yaml 2>/dev/null; then \
+	    echo "buf breaking --against $$ref"; \
+	    tar -xf "$$base/protos.tar" -C "$$base" && $(BIN)/buf breaking --against "$$base"; exit; \
+	  fi; \
+	done; \
+	echo 'buf breaking: no main branch to compare with'
+
+format: $(STUBS)  ## format the code and fix what can be fixed by rule
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(INSTALLED)  ## generate the gRPC stubs from protos/
+	$(BIN)/python hatch_build.py
+	touch $(STUBS)
+
+bench: model  ## run the benchmarks; BENCHES names some of them
+	for name in $(BENCHES); do $(BIN)/python -m bench.$$name $(ARGS) || exit; done
+
+# A local version (+cpu) names one index's build of a release: any build of it will do.
+lock: $(INSTALLED)  ## write the versions installed now to requirements/ci.txt
+	{ echo '# Versions that CI installs, as constraints. Written by `make lock`.'; \
+	  $(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//'; } > requirements/ci.new
+	mv requirements/ci.new requirements/ci.txt
+
+clean:  ## remove caches, packages and stubs; the environment and the model stay
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf twinplane/common twinplane/inference twinplane/worker tests/integration/node/node_modules
+	rm -f $(STUBS)
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

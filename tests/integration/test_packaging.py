@@ -1,0 +1,152 @@
+"""The wheel that users get: what is in it, and that it serves without torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import twinplane
+from tests.support.planes import ROOT, plane_environment, running_planes
+from twinplane import Client
+
+pytestmark = pytest.mark.slow
+
+NOT_IN_THE_BASE_INSTALL = ("torch", "transformers", "safetensors", "gguf", "triton", "flashinfer")
+BLOCK_IMPORTS = f"""
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition('.')[0] in {NOT_IN_THE_BASE_INSTALL!r}:
+            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
+sys.meta_path.insert(0, Absent())
+"""
+IMPORT_EVERYTHING = """
+import pkgutil, importlib, twinplane, control_plane
+seen = []
+for package in (twinplane, control_plane):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + '.'):
+        if module.name.rpartition('.')[2] != '__main__':
+            importlib.import_module(module.name)
+            seen.append(module.name)
+for stubs in ('common.v1.types', 'worker.v1.step', 'inference.v1.inference'):
+    importlib.import_module(f'twinplane.{stubs}_pb2')
+from twinplane.inference.v1 import inference_pb2_grpc
+assert {'control_plane.core.scheduler', 'twinplane.client.aio'} <= set(seen), seen
+assert 'torch' not in sys.modules
+print(twinplane.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tree as a fresh clone has it: what git ignores is not there, stubs least of all."""
+    folder = tmp_path_factory.mktemp("source") / "twinplane"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout.splitlines()  # fmt: skip
+    for name in listed:
+        if (ROOT / name).is_file():
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+    assert not list(folder.rglob("*_pb2.py"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from the fresh tree by the backend itself: nothing is downloaded."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        cwd=source, check=True, capture_output=True, timeout=120,
+    )  # fmt: skip
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_wheel_holds_the_packages_and_their_stubs(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for proto in sorted((ROOT / "protos").rglob("*.proto")):
+        stem = proto.relative_to(ROOT / "protos").with_suffix("").as_posix()
+        assert {f"{stem}_pb2.py", f"{stem}_pb2.pyi"} <= names
+    assert "twinplane/inference/v1/__init__.py" in names
+    assert "twinplane/inference/v1/inference_pb2_grpc.py" in names
+    assert "twinplane/worker/v1/model_runner_pb2_grpc.py" in names
+    assert "twinplane/py.typed" in names
+    assert not [name for name in names if name.endswith(".pyc")]
+    tops = {name.partition("/")[0] for name in names}
+    assert tops == {
+        "twinplane",
+        "control_plane",
+        "worker_service",
+        f"twinplane-{twinplane.__version__}.dist-info",
+    }
+
+
+def test_every_file_of_the_packages_is_in_the_wheel(wheel: Path, source: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("twinplane", "control_plane", "worker_service"):
+        files = [path for path in (source / package).rglob("*") if path.is_file()]
+        assert files
+        assert {path.relative_to(source).as_posix() for path in files} <= names
+
+
+def test_the_wheel_says_what_it_is(unpacked: Path) -> None:
+    folder = unpacked / f"twinplane-{twinplane.__version__}.dist-info"
+    metadata = Parser().parsestr((folder / "METADATA").read_text())
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert "twinplane = twinplane.cli:main" in (folder / "entry_points.txt").read_text()
+    assert "Apache License" in (folder / "licenses" / "LICENSE").read_text()
+    base = [
+        re.split(r"[ <>=;\[]", requirement, maxsplit=1)[0]
+        for requirement in metadata.get_all("Requires-Dist")
+        if "extra ==" not in requirement
+    ]
+    assert not set(base) & set(NOT_IN_THE_BASE_INSTALL)
+
+
+def test_client_and_control_plane_import_without_torch(unpacked: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", BLOCK_IMPORTS + IMPORT_EVERYTHING],
+        cwd=unpacked,
+        env=plane_environment(PYTHONPATH=str(unpacked)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(unpacked)
+
+
+def test_the_base_install_serves_a_simulated_worker(
+    unpacked: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    environment = plane_environment(PYTHONPATH=str(unpacked))
+    with (
+        running_planes(
+            tmp_path, tiny_model, prelude=BLOCK_IMPORTS, environment=environment
+        ) as planes,
+        Client(planes.address, timeout=60.0) as client,
+    ):
+        result = client.generate("Hello", max_tokens=6, ignore_eos=True).result()
+        assert len(result.token_ids) == 6
+        assert result.usage.prompt_token_count == 5
+        control, worker = planes.control, planes.worker
+    assert (control.process.returncode, worker.process.returncode) == (0, 0)

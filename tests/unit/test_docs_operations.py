@@ -1,0 +1,42 @@
+"""docs/operations.md names every setting and every metric, and none that does not exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+
+import pytest
+
+from control_plane.config import ControlConfig
+from control_plane.core.events import FinishReason
+from control_plane.core.stats import Stats
+from control_plane.observability.metrics import Telemetry
+from tests.support.planes import ROOT
+from worker_service.config import WorkerConfig
+
+TEXT = (ROOT / "docs" / "operations.md").read_text()
+
+
+def section(title: str) -> str:
+    """From a heading to the next one."""
+    return re.split(r"^#+ ", TEXT.split(f" {title}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+
+
+@pytest.mark.parametrize(
+    ("title", "settings"), [("Control plane", ControlConfig), ("Worker", WorkerConfig)]
+)
+def test_settings_are_those_that_exist(title: str, settings: type) -> None:
+    named = set(re.findall(r"`--([a-z-]+)`", section(title)))
+    assert named == {field.name.replace("_", "-") for field in fields(settings)}
+
+
+def test_metrics_are_those_that_exist() -> None:
+    telemetry = Telemetry("1")
+    zero = {field.name: 0 for field in fields(Stats) if field.name != "finished"}
+    telemetry.follow(lambda: Stats(**zero, finished=dict.fromkeys(FinishReason, 0)))
+    rendered = telemetry.render().decode()
+    types = dict(re.findall(r"^# TYPE (twinplane_\w+) (\w+)$", rendered, re.MULTILINE))
+    named = dict(
+        re.findall(r"^\| `(twinplane_\w+)(?:\{[\w,]+\})?` \| (\w+) \|", TEXT, re.MULTILINE)
+    )
+    assert named == types

@@ -1,0 +1,288 @@
+"""The asyncio client: the blocking one's twin, method by method."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import grpc
+import grpc.aio
+
+from twinplane.client.channel import DEFAULT_ADDRESS, OPTIONS, channel_credentials
+from twinplane.client.failures import error_of
+from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
+from twinplane.client.responses import BaseGeneration, served_models
+from twinplane.client.retry import Attempts, RetryPolicy
+from twinplane.client.values import (
+    Delta,
+    GenerationResult,
+    Message,
+    Prompt,
+    ServedModel,
+    TlsCredentials,
+)
+from twinplane.errors import Cancelled
+from twinplane.inference.v1 import inference_pb2 as pb
+from twinplane.inference.v1 import inference_pb2_grpc
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _Stream(Protocol):
+    async def read(self) -> pb.GenerateResponse | object: ...
+    def cancel(self) -> object: ...
+
+
+class AsyncClient:
+    """Talks to a control plane from one event loop, in which it connects on first use.
+
+        async with AsyncClient() as client:
+            async for delta in client.generate("Once upon a time", max_tokens=32):
+                print(delta.text, end="", flush=True)
+
+    Arguments are those of Client. Every method raises TwinplaneError's kinds; a cancelled task
+    cancels its call and gets its CancelledError.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        credentials: TlsCredentials | None = None,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._retry = retry or RetryPolicy()
+        self._clock = clock
+        self._sleep = sleep
+        self._jitter = jitter or random.Random().random
+        self._address = address
+        self._credentials = credentials
+        self._channel: grpc.aio.Channel | None = None
+        self._generations: weakref.WeakSet[AsyncGeneration] = weakref.WeakSet()
+
+    async def close(self) -> None:
+        """Closes the connection; generations that run are cancelled."""
+        for generation in list(self._generations):  # gRPC finds only some of its calls
+            generation.cancel()
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> AsyncGeneration:
+        """Starts a generation, as Client.generate does; to be called within the event loop."""
+        request = generate_request(
+            prompt,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+        )
+
+        def open_stream(remaining: float | None) -> _Stream:
+            stream: _Stream = self._stub().Generate(request, timeout=remaining)
+            return stream
+
+        generation = AsyncGeneration(open_stream, self._attempts(timeout), self._sleep)
+        self._generations.add(generation)
+        return generation
+
+    async def tokenize(
+        self,
+        text: str | Sequence[Message],
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[int, ...]:
+        """As Client.tokenize."""
+        request = tokenize_request(text, model=model, add_special_tokens=add_special_tokens)
+        response: pb.TokenizeResponse = await self._unary(self._stub().Tokenize, request, timeout)
+        return tuple(response.token_ids)
+
+    async def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special_tokens: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """As Client.detokenize."""
+        request = detokenize_request(
+            token_ids, model=model, keep_special_tokens=keep_special_tokens
+        )
+        response: pb.DetokenizeResponse = await self._unary(
+            self._stub().Detokenize, request, timeout
+        )
+        return response.text
+
+    async def list_models(self, *, timeout: float | None = None) -> tuple[ServedModel, ...]:
+        """As Client.list_models."""
+        request = pb.ListModelsRequest()
+        response: pb.ListModelsResponse = await self._unary(
+            self._stub().ListModels, request, timeout
+        )
+        return served_models(response)
+
+    def _stub(self) -> inference_pb2_grpc.InferenceServiceStub:
+        if self._channel is None:
+            self._channel = (
+                grpc.aio.insecure_channel(self._address, OPTIONS)
+                if self._credentials is None
+                else grpc.aio.secure_channel(
+                    self._address, channel_credentials(self._credentials), OPTIONS
+                )
+            )
+        return inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def _attempts(self, timeout: float | None) -> Attempts:
+        bound = self._timeout if timeout is None else timeout
+        return Attempts(self._retry, bound, self._clock, self._jitter)
+
+    async def _unary(
+        self,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        timeout: float | None,
+    ) -> _Response:
+        attempts = self._attempts(timeout)
+        while True:
+            try:
+                return await method(request, timeout=attempts.remaining())
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                wait = attempts.wait_after(error)
+                if wait is None:
+                    raise error from failure
+            except asyncio.CancelledError:
+                _raise_if_call_was_cancelled()
+                raise
+            await self._sleep(wait)
+
+
+class AsyncGeneration(BaseGeneration):
+    """One generation, running since it was made; read by one task.
+
+    Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
+    its `async with` block; one that is simply dropped is cancelled too.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[float | None], _Stream],
+        attempts: Attempts,
+        sleep: Callable[[float], Awaitable[None]],
+    ) -> None:
+        super().__init__()
+        self._open_stream = open_stream
+        self._attempts = attempts
+        self._sleep = sleep
+        self._cancelled = False
+        self._stream = open_stream(attempts.remaining())
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas still to come. Raises Cancelled when the generation was cancelled."""
+        try:
+            while (message := await self._read()) is not None:
+                delta = self._fold.apply(message)
+                if delta is not None:
+                    yield delta
+            self._fold.end()
+        finally:
+            self.cancel()
+
+    async def result(self) -> GenerationResult:
+        """Waits for the end; the whole generation, deltas read before included."""
+        async for _ in self:
+            pass
+        return self._fold.result()
+
+    def cancel(self) -> None:
+        """Ends the generation on the server; without effect once it is over."""
+        self._cancelled = True
+        self._stream.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    async def _read(self) -> pb.GenerateResponse | None:
+        while True:
+            try:
+                message = await self._stream.read()
+                return message if isinstance(message, pb.GenerateResponse) else None
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                is_repeatable = self._fold.started is None and not self._cancelled
+                wait = self._attempts.wait_after(error) if is_repeatable else None
+                if wait is None:
+                    raise error from failure
+            except asyncio.CancelledError:
+                _raise_if_call_was_cancelled()
+                raise
+            await self._sleep(wait)
+            self._stream = self._open_stream(self._attempts.remaining())
+            if self._cancelled:  # while it slept
+                self._stream.cancel()
+
+
+def _raise_if_call_was_cancelled() -> None:
+    """gRPC raises CancelledError for a cancelled call, too; only a task's own may go on as one."""
+    task = asyncio.current_task()
+    if task is None or task.cancelling() == 0:
+        raise Cancelled("the call was cancelled by its client") from None

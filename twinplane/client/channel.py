@@ -1,0 +1,28 @@
+"""Where and how both clients connect."""
+
+from __future__ import annotations
+
+import grpc
+
+from twinplane.client.values import TlsCredentials
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    ("grpc.max_send_message_length", 64 * 1024 * 1024),
+    # A restarted server is found again within the retries.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 5_000),
+    # An HTTP proxy of the environment is meant for the web, not for a loopback or a cluster.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def channel_credentials(credentials: TlsCredentials) -> grpc.ChannelCredentials:
+    """gRPC's form of the credentials."""
+    return grpc.ssl_channel_credentials(
+        root_certificates=credentials.root_certificates,
+        private_key=credentials.private_key,
+        certificate_chain=credentials.certificate_chain,
+    )

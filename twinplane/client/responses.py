@@ -1,0 +1,126 @@
+"""Folds response messages into values."""
+
+from __future__ import annotations
+
+from twinplane.client.values import (
+    Delta,
+    FinishReason,
+    GenerationResult,
+    ServedModel,
+    Usage,
+    WeightVersion,
+)
+from twinplane.errors import InternalError
+from twinplane.inference.v1 import inference_pb2 as pb
+
+_FINISH_REASONS = {
+    pb.FINISH_REASON_STOP: FinishReason.STOP,
+    pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+
+class GenerationFold:
+    """What is known of one generation: grows with each message of its stream."""
+
+    def __init__(self) -> None:
+        self.started: pb.GenerationStarted | None = None
+        self.finished: pb.GenerationFinished | None = None
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+
+    def apply(self, message: pb.GenerateResponse) -> Delta | None:
+        """Takes the stream's next message in; answers its delta, if it carries one.
+
+        Raises InternalError for a message out of order. A kind this client does not know is
+        passed over.
+        """
+        event = message.WhichOneof("event")
+        is_first = self.started is None
+        if event is not None and (self.finished is not None or (event == "started") != is_first):
+            raise InternalError(f"the server sent {event} out of order")
+        match event:
+            case "started":
+                self.started = message.started
+            case "delta":
+                delta = Delta(message.delta.text, tuple(message.delta.token_ids))
+                self._texts.append(delta.text)
+                self._token_ids.extend(delta.token_ids)
+                return delta
+            case "finished":
+                self.finished = message.finished
+            case _:
+                pass
+        return None
+
+    def end(self) -> None:
+        """The stream ended without a fault. Raises InternalError if the generation did not."""
+        if self.finished is None:
+            raise InternalError("the stream ended before the generation did")
+
+    def result(self) -> GenerationResult:
+        """The whole generation, once it is finished."""
+        started, finished = self.started, self.finished
+        assert started is not None
+        assert finished is not None
+        matched = finished.WhichOneof("matched")
+        return GenerationResult(
+            text="".join(self._texts),
+            token_ids=tuple(self._token_ids),
+            finish_reason=_FINISH_REASONS.get(finished.reason, FinishReason.UNKNOWN),
+            stop_string=finished.stop_string if matched == "stop_string" else None,
+            stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
+            usage=Usage(
+                finished.usage.prompt_token_count,
+                finished.usage.cached_prompt_token_count,
+                finished.usage.completion_token_count,
+            ),
+            seed=started.seed,
+            request_id=started.request_id,
+            model=started.model,
+        )
+
+
+class BaseGeneration:
+    """What a running generation tells of itself, whichever way it is read.
+
+    The properties are None until the first message has arrived.
+    """
+
+    def __init__(self) -> None:
+        self._fold = GenerationFold()
+
+    @property
+    def request_id(self) -> str | None:
+        """The request's name in the server's logs."""
+        return self._fold.started.request_id if self._fold.started else None
+
+    @property
+    def model(self) -> str | None:
+        """The model that answers."""
+        return self._fold.started.model if self._fold.started else None
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of the draws: the same request with it gives the same tokens."""
+        return self._fold.started.seed if self._fold.started else None
+
+    @property
+    def prompt_token_count(self) -> int | None:
+        """Tokens of the prompt."""
+        return self._fold.started.prompt_token_count if self._fold.started else None
+
+
+def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
+    """The models in the server's order."""
+    return tuple(
+        ServedModel(
+            name=model.name,
+            max_sequence_token_count=model.max_sequence_token_count,
+            vocabulary_size=model.vocabulary_size,
+            supports_chat=model.supports_chat,
+            weight_version=WeightVersion(
+                model.weight_version.generation, model.weight_version.digest
+            ),
+        )
+        for model in response.models
+    )

@@ -1,0 +1,76 @@
+"""When a failed call is tried again, and after how long. Pure: clock and jitter are handed in.
+
+Every RPC of the service may be repeated without harm, so the one thing to keep is that a caller
+never sees a token twice: a generation is tried again only before its first message. And only two
+kinds of failure pass by waiting: no server answered, or one refused and said when to come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from twinplane.errors import Overloaded, TwinplaneError, Unavailable
+
+
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """Bounds of trying again. `RetryPolicy(max_attempts=1)` never does.
+
+    The n-th wait is drawn from [0, initial_backoff * 2^(n - 1)] seconds, and is never shorter than
+    the server asked for. A wait above `max_backoff`, or past the call's deadline, is not waited:
+    the error goes to the caller at once.
+    """
+
+    max_attempts: int = 4
+    initial_backoff: float = 0.2
+    max_backoff: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ValueError("max_attempts must be at least 1")
+        if self.initial_backoff < 0 or self.max_backoff < 0:
+            raise ValueError("backoffs must not be negative")
+
+
+class Attempts:
+    """The attempts of one call. `clock` gives monotonic seconds, `jitter` numbers in [0, 1)."""
+
+    def __init__(
+        self,
+        policy: RetryPolicy,
+        timeout: float | None,
+        clock: Callable[[], float],
+        jitter: Callable[[], float],
+    ) -> None:
+        self._policy = policy
+        self._clock = clock
+        self._jitter = jitter
+        self._failed_count = 0
+        self._deadline = None if timeout is None else clock() + timeout
+
+    def remaining(self) -> float | None:
+        """Seconds left for the next attempt; None without a deadline."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
+
+    def wait_after(self, error: TwinplaneError) -> float | None:
+        """Notes a failed attempt. Seconds to wait before the next, None when there is none."""
+        self._failed_count += 1
+        if self._failed_count >= self._policy.max_attempts or not _is_safe(error):
+            return None
+        backoff = self._policy.initial_backoff * 2 ** (self._failed_count - 1) * self._jitter()
+        wait: float = max(error.retry_after or 0.0, min(backoff, self._policy.max_backoff))
+        remaining = self.remaining()
+        if wait > self._policy.max_backoff or (remaining is not None and wait >= remaining):
+            return None
+        return wait
+
+
+def _is_safe(error: TwinplaneError) -> bool:
+    match error:
+        case Unavailable():
+            return True
+        case Overloaded():
+            return error.retry_after is not None
+        case _:
+            return False

@@ -1,0 +1,269 @@
+"""The blocking client."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self, TypeVar
+
+import grpc
+
+from twinplane.client.channel import DEFAULT_ADDRESS, OPTIONS, channel_credentials
+from twinplane.client.failures import error_of
+from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
+from twinplane.client.responses import BaseGeneration, served_models
+from twinplane.client.retry import Attempts, RetryPolicy
+from twinplane.client.values import (
+    Delta,
+    GenerationResult,
+    Message,
+    Prompt,
+    ServedModel,
+    TlsCredentials,
+)
+from twinplane.inference.v1 import inference_pb2 as pb
+from twinplane.inference.v1 import inference_pb2_grpc
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+class _Stream(Protocol):
+    def __next__(self) -> pb.GenerateResponse: ...
+    def cancel(self) -> object: ...
+
+
+class Client:
+    """Talks to a control plane; any number of threads may share one.
+
+        with Client() as client:
+            for delta in client.generate("Once upon a time", max_tokens=32):
+                print(delta.text, end="", flush=True)
+
+    `address` is host:port, unix:/path, or any gRPC target. Without `credentials` the connection is
+    plain, which is meant for loopback. `timeout` in seconds holds for every call that names none.
+    Every method raises TwinplaneError's kinds. `clock`, `sleep` and `jitter` are for tests.
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        credentials: TlsCredentials | None = None,
+        timeout: float | None = None,
+        retry: RetryPolicy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        jitter: Callable[[], float] | None = None,
+    ) -> None:
+        self._timeout = timeout
+        self._retry = retry or RetryPolicy()
+        self._clock = clock
+        self._sleep = sleep
+        self._jitter = jitter or random.Random().random
+        self._channel = (
+            grpc.insecure_channel(address, OPTIONS)
+            if credentials is None
+            else grpc.secure_channel(address, channel_credentials(credentials), OPTIONS)
+        )
+        self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+
+    def close(self) -> None:
+        """Closes the connection; generations that run are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        model: str = "",
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+        ignore_eos: bool = False,
+        priority: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Generation:
+        """Starts a generation; iterate over it for its deltas, or ask it for its `result()`.
+
+        `prompt` is plain text, token ids taken as they are, or a conversation of Message. `model`
+        may stay empty where one is served. What is None is the server's to choose: `max_tokens` as
+        many as fit, `temperature` 1 (0 is greedy), all tokens eligible, a random `seed` that the
+        generation tells. `stop` texts end the output before them, `stop_token_ids` after them;
+        `ignore_eos` goes on past the model's own end. Smaller `priority` runs earlier. Requests
+        share cached prefixes only with those of the same `cache_salt`. `request_id` names the
+        request in the server's logs. `timeout` in seconds bounds the whole generation.
+
+        Raises InvalidRequest and TypeError here for what no message can carry; what the server
+        refuses is raised when the generation is read.
+        """
+        request = generate_request(
+            prompt,
+            model=model,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            priority=priority,
+            cache_salt=cache_salt,
+            request_id=request_id,
+        )
+
+        def open_stream(remaining: float | None) -> _Stream:
+            stream: _Stream = self._stub.Generate(request, timeout=remaining)
+            return stream
+
+        return Generation(open_stream, self._attempts(timeout), self._sleep)
+
+    def tokenize(
+        self,
+        text: str | Sequence[Message],
+        *,
+        model: str = "",
+        add_special_tokens: bool = True,
+        timeout: float | None = None,
+    ) -> tuple[int, ...]:
+        """The token ids of a text, or of a conversation in the model's chat template.
+
+        Without `add_special_tokens` those the model puts around plain text are left out; a
+        conversation's are its template's, and leaving them out is an InvalidRequest.
+        """
+        request = tokenize_request(text, model=model, add_special_tokens=add_special_tokens)
+        response: pb.TokenizeResponse = self._unary(self._stub.Tokenize, request, timeout)
+        return tuple(response.token_ids)
+
+    def detokenize(
+        self,
+        token_ids: Sequence[int],
+        *,
+        model: str = "",
+        keep_special_tokens: bool = False,
+        timeout: float | None = None,
+    ) -> str:
+        """The text of token ids; incomplete characters become U+FFFD."""
+        request = detokenize_request(
+            token_ids, model=model, keep_special_tokens=keep_special_tokens
+        )
+        response: pb.DetokenizeResponse = self._unary(self._stub.Detokenize, request, timeout)
+        return response.text
+
+    def list_models(self, *, timeout: float | None = None) -> tuple[ServedModel, ...]:
+        """The models that are served."""
+        request = pb.ListModelsRequest()
+        response: pb.ListModelsResponse = self._unary(self._stub.ListModels, request, timeout)
+        return served_models(response)
+
+    def _attempts(self, timeout: float | None) -> Attempts:
+        bound = self._timeout if timeout is None else timeout
+        return Attempts(self._retry, bound, self._clock, self._jitter)
+
+    def _unary(
+        self,
+        method: grpc.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        timeout: float | None,
+    ) -> _Response:
+        attempts = self._attempts(timeout)
+        while True:
+            try:
+                return method(request, timeout=attempts.remaining())
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                wait = attempts.wait_after(error)
+                if wait is None:
+                    raise error from failure
+            self._sleep(wait)
+
+
+class Generation(BaseGeneration):
+    """One generation, running since it was made; read by one thread.
+
+    Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
+    its `with` block; one that is simply dropped is cancelled too.
+    """
+
+    def __init__(
+        self,
+        open_stream: Callable[[float | None], _Stream],
+        attempts: Attempts,
+        sleep: Callable[[float], None],
+    ) -> None:
+        super().__init__()
+        self._open_stream = open_stream
+        self._attempts = attempts
+        self._sleep = sleep
+        self._cancelled = False
+        self._stream = open_stream(attempts.remaining())
+
+    def __iter__(self) -> Iterator[Delta]:
+        """The deltas still to come. Raises Cancelled when the generation was cancelled."""
+        try:
+            while (message := self._read()) is not None:
+                delta = self._fold.apply(message)
+                if delta is not None:
+                    yield delta
+            self._fold.end()
+        finally:
+            self.cancel()
+
+    def result(self) -> GenerationResult:
+        """Waits for the end; the whole generation, deltas read before included."""
+        for _ in self:
+            pass
+        return self._fold.result()
+
+    def cancel(self) -> None:
+        """Ends the generation on the server; without effect once it is over. Any thread may."""
+        self._cancelled = True
+        self._stream.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cancel()
+
+    def _read(self) -> pb.GenerateResponse | None:
+        while True:
+            try:
+                return next(self._stream, None)
+            except grpc.RpcError as failure:
+                error = error_of(failure)
+                is_repeatable = self._fold.started is None and not self._cancelled
+                wait = self._attempts.wait_after(error) if is_repeatable else None
+                if wait is None:
+                    raise error from failure
+            self._sleep(wait)
+            self._stream = self._open_stream(self._attempts.remaining())
+            if self._cancelled:  # while it slept
+                self._stream.cancel()

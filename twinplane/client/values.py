@@ -1,0 +1,109 @@
+"""The values a caller of the client handles. Plain data: no gRPC, no protobuf."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` in the words of the model's chat template."""
+
+    role: str
+    content: str
+
+
+Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+"""Plain text, token ids taken as they are, or a conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What was generated since the delta before. `text` holds whole characters only.
+
+    Text may be empty while a character or a stop string is incomplete.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class FinishReason(Enum):
+    """Why a generation ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the model's length was reached."""
+    UNKNOWN = "unknown"
+    """A reason newer than this client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens a request cost. Cached ones are part of the prompt's; the stop token is counted."""
+
+    prompt_token_count: int
+    cached_prompt_token_count: int
+    completion_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationResult:
+    """A whole generation. At most one of `stop_string` and `stop_token_id` is set."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_string: str | None
+    stop_token_id: int | None
+    usage: Usage
+    seed: int
+    request_id: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Which weights: the count of swaps, from 1, and the hex SHA-256 of their content."""
+
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that is served. The longest sequence counts prompt and output."""
+
+    name: str
+    max_sequence_token_count: int
+    vocabulary_size: int
+    supports_chat: bool
+    weight_version: WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class TlsCredentials:
+    """PEM data for TLS. Without roots the platform's are used; key and chain go together."""
+
+    root_certificates: bytes | None = None
+    private_key: bytes | None = field(default=None, repr=False)
+    certificate_chain: bytes | None = None
+
+    @classmethod
+    def from_files(
+        cls,
+        root_certificates: Path | None = None,
+        private_key: Path | None = None,
+        certificate_chain: Path | None = None,
+    ) -> TlsCredentials:
+        """Reads the PEM files. Raises OSError when one can't be read."""
+        return cls(_read(root_certificates), _read(private_key), _read(certificate_chain))
+
+
+def _read(path: Path | None) -> bytes | None:
+    return None if path is None else path.read_bytes()

@@ -1,0 +1,75 @@
+"""What a client can meet. Nothing of gRPC is in here. The tree:
+
+TwinplaneError
+├── InvalidRequest      the request can never succeed as it is: `violations` name the fields
+├── ModelNotFound       no model of this name is served
+├── Overloaded          too much is asked for: try again after `retry_after` seconds
+├── Unavailable         the server can't be reached, starts, or drains
+├── DeadlineExceeded    the time the caller allowed has passed
+├── Cancelled           the call was cancelled, here or by the server
+└── InternalError       a bug: the server's, or a server that does not keep the contract
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One wrong field: its path in the request message, e.g. sampling.top_p, and what is wrong."""
+
+    field: str
+    description: str
+
+
+class TwinplaneError(Exception):
+    """Base of all. `reason` and `metadata` are the server's ErrorInfo, empty when it sent none.
+
+    `retry_after` is in seconds: how long the server asks to be left alone before another attempt,
+    None when it says nothing.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        reason: str = "",
+        metadata: Mapping[str, str] | None = None,
+        retry_after: float | None = None,
+        violations: tuple[Violation, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.metadata = dict(metadata or {})
+        self.retry_after = retry_after
+        self.violations = violations
+
+
+class InvalidRequest(TwinplaneError):
+    """The request is wrong, whatever the server's state. `violations` say where."""
+
+
+class ModelNotFound(TwinplaneError):
+    """No model of this name is served."""
+
+
+class Overloaded(TwinplaneError):
+    """The server refuses for want of room. Without `retry_after`, a limit no wait will lift."""
+
+
+class Unavailable(TwinplaneError):
+    """No server answers, or it answers that it does not serve now."""
+
+
+class DeadlineExceeded(TwinplaneError):
+    """The call took longer than its timeout."""
+
+
+class Cancelled(TwinplaneError):
+    """The call was cancelled."""
+
+
+class InternalError(TwinplaneError):
+    """The server failed, or broke the contract."""
