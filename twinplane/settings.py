@@ -1,15 +1,342 @@
 """Settings as frozen dataclasses, resolved once: flag > environment > TOML file > default.
 
 A setting is a dataclass field made by `option`; its name in lower_snake_case gives the flag
-(--max-num-seqs), the environment variable (TWINPLANE_MAX_NUM_SEQS) and the TOML key.
+(--max-num-seqs), the environment variable (TWINPLANE_MAX_NUM_SEQS) and the TOML key. In the file
+a key stands at the top for both planes, or under [control] or [worker] for one.
+
+This module knows no plane: the classes and the names that exist are handed in.
 """
 
 from __future__ import annotations
 
-from dataclasses import field
-from typing import Any
+import argparse
+import difflib
+import re
+import tomllib
+import types
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from decimal import Decimal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
+
+_PREFIX = "TWINPLANE_"
+# Read by the package itself, not settings of a plane.
+_OTHER_VARIABLES = frozenset({"TWINPLANE_HOME", "TWINPLANE_CONFIG"})
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
+
+
+class SettingsError(ValueError):
+    """A setting can't be used; the message names where it came from and which it is."""
 
 
 def option(default: Any, help: str, *, group: str, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
     """A setting: its default, one line of help, the group it is listed under, allowed values."""
     return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+
+
+def setting_names(cls: type[DataclassInstance]) -> frozenset[str]:
+    """The names of a settings class's fields."""
+    return frozenset(setting.name for setting in fields(cls))
+
+
+def flag(name: str) -> str:
+    """`max_num_seqs` as it is typed: `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def variable(name: str) -> str:
+    """`max_num_seqs` in the environment: `TWINPLANE_MAX_NUM_SEQS`."""
+    return _PREFIX + name.upper()
+
+
+# Flags.
+
+
+def add_arguments(
+    parser: argparse.ArgumentParser,
+    *classes: type[DataclassInstance],
+    without: Collection[str] = (),
+) -> None:
+    """Adds --config and one flag per setting, by group; a name two classes share is added once.
+
+    A flag that isn't given leaves no trace in the namespace. Values stay text until `resolve`.
+    """
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="TOML file with settings (TWINPLANE_CONFIG)",
+    )
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    added: set[str] = set()
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for setting in fields(cls):
+            if setting.name in added or setting.name in without:
+                continue
+            added.add(setting.name)
+            title = str(setting.metadata.get("group", "settings"))
+            if title not in groups:
+                groups[title] = parser.add_argument_group(title)
+            _add_flag(groups[title], setting, hints[setting.name])
+
+
+def _add_flag(group: argparse._ArgumentGroup, setting: Field[Any], annotation: Any) -> None:
+    text = str(setting.metadata.get("help", "")).replace("%", "%%")
+    if _plain_type(annotation) is bool:
+        state = "on" if setting.default else "off"
+        group.add_argument(
+            flag(setting.name),
+            action=argparse.BooleanOptionalAction,
+            default=argparse.SUPPRESS,
+            help=f"{text} (default: {state})",
+        )
+        return
+    choices = setting.metadata.get("choices", ())
+    kind = _plain_type(annotation)
+    metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind, "TEXT")
+    if setting.default not in (None, MISSING, ""):
+        text += f" (default: {str(setting.default).replace('%', '%%')})"
+    group.add_argument(flag(setting.name), metavar=metavar, default=argparse.SUPPRESS, help=text)
+
+
+_METAVARS: Mapping[Any, str] = types.MappingProxyType({int: "N", float: "X", Path: "PATH"})
+
+
+def to_arguments(cls: type[DataclassInstance], namespace: argparse.Namespace) -> list[str]:
+    """The flags of `cls` that were given, and --config, to be handed to another process."""
+    given = getattr(namespace, "config", None)
+    arguments = [] if given is None else [f"--config={given}"]
+    for setting in fields(cls):
+        match getattr(namespace, setting.name, None):
+            case None:
+                pass
+            case True:
+                arguments.append(flag(setting.name))
+            case False:
+                arguments.append("--no-" + setting.name.replace("_", "-"))
+            case value:
+                arguments.append(f"{flag(setting.name)}={value}")
+    return arguments
+
+
+def config_file(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
+    """The settings file that was named by --config or TWINPLANE_CONFIG."""
+    given = getattr(namespace, "config", None) or environ.get("TWINPLANE_CONFIG")
+    return Path(given).expanduser() if given else None
+
+
+def from_command_line(
+    cls: type[Settings],
+    argv: Sequence[str] | None,
+    environ: Mapping[str, str],
+    *,
+    prog: str,
+    description: str,
+    table: str,
+    known: Mapping[str, Collection[str]],
+) -> Settings:
+    """The whole way for a process with one settings class: parse, resolve, and on a mistake print
+    one line and exit with code 2, as argparse does."""
+    parser = argparse.ArgumentParser(
+        prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
+    )
+    add_arguments(parser, cls)
+    namespace = parser.parse_args(argv)
+    try:
+        return resolve(cls, namespace, environ, config_file(namespace, environ), table, known=known)
+    except SettingsError as error:
+        parser.exit(2, f"{prog}: {error}\n")
+
+
+# Resolution.
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value, not yet parsed, and where it was found."""
+
+    value: object
+    source: str
+
+
+def resolve(
+    cls: type[Settings],
+    namespace: argparse.Namespace,
+    environ: Mapping[str, str],
+    config_file: Path | None,
+    table: str,
+    *,
+    known: Mapping[str, Collection[str]],
+) -> Settings:
+    """The settings of one plane.
+
+    `table` is the plane's table in the file. `known` holds, by table, every name that exists (see
+    `twinplane.setting_names`): another name in the file or in a TWINPLANE_ variable is an error,
+    a name of the other plane is not. Raises SettingsError.
+    """
+    assert table in known
+    # The class is authoritative for its own plane.
+    tables = {**known, table: {*known[table], *setting_names(cls)}}
+    every_name = frozenset().union(*tables.values())
+    _check_environment(environ, every_name)
+    in_file = _read_file(config_file, table, tables) if config_file else {}
+
+    hints = get_type_hints(cls)
+    values = {}
+    for setting in fields(cls):
+        given = _find(setting.name, namespace, environ, in_file)
+        if given is not None:
+            values[setting.name] = _parse(given, setting, hints[setting.name])
+    try:
+        return cls(**values)
+    except SettingsError:
+        raise
+    except (ValueError, TypeError) as error:  # a settings class checks itself in __post_init__
+        raise SettingsError(str(error)) from error
+
+
+def _find(
+    name: str,
+    namespace: argparse.Namespace,
+    environ: Mapping[str, str],
+    in_file: Mapping[str, _Given],
+) -> _Given | None:
+    if hasattr(namespace, name):
+        return _Given(getattr(namespace, name), flag(name))
+    if variable(name) in environ:
+        return _Given(environ[variable(name)], variable(name))
+    return in_file.get(name)
+
+
+def _check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
+    known = {variable(name) for name in names} | _OTHER_VARIABLES
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known:
+            raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")
+
+
+def _read_file(path: Path, table: str, tables: Mapping[str, Collection[str]]) -> dict[str, _Given]:
+    """The file's values for `table`: its own keys over those at the top."""
+    try:
+        with path.open("rb") as file:
+            content = tomllib.load(file)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{path}: {error}") from error
+
+    every_name = frozenset().union(*tables.values())
+    shared: dict[str, _Given] = {}
+    own: dict[str, _Given] = {}
+    for key, value in content.items():
+        if key in tables and isinstance(value, dict):
+            for inner, inner_value in value.items():
+                if inner not in tables[key]:
+                    raise SettingsError(
+                        f"{path}: unknown key [{key}] {inner}{_nearest(inner, tables[key])}"
+                    )
+                if key == table:
+                    own[inner] = _Given(inner_value, f"{path}: [{key}] {inner}")
+        elif key in every_name:
+            shared[key] = _Given(value, f"{path}: {key}")
+        else:
+            raise SettingsError(f"{path}: unknown key {key}{_nearest(key, {*every_name, *tables})}")
+    return shared | own
+
+
+def _nearest(name: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, sorted(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# Values.
+
+
+def _plain_type(annotation: Any) -> Any:
+    """`X | None` as X; anything else as it is."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        plain = [arm for arm in get_args(annotation) if arm is not type(None)]
+        assert len(plain) == 1, annotation
+        return plain[0]
+    return annotation
+
+
+def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
+    """The value in the setting's type. Text comes from flags and the environment, TOML's own
+    types from the file; an integer is also a float, nothing else is converted. A number that may
+    be None is None for the text `none`."""
+    kind = _plain_type(annotation)
+    if given.value == "none" and kind is not annotation and kind not in (str, Path):
+        return None
+    try:
+        value = _parse_as(kind, given.value, sized=setting.name.endswith("_bytes"))
+    except ValueError as error:
+        raise SettingsError(f"{given.source}: {given.value!r} {error}") from error
+    choices: Sequence[str] = setting.metadata.get("choices", ())
+    if choices and value not in choices:
+        near = _nearest(str(value), choices)
+        raise SettingsError(f"{given.source}: {value!r} is not one of {', '.join(choices)}{near}")
+    return value
+
+
+def _parse_as(kind: Any, value: object, *, sized: bool) -> object:
+    """Raises ValueError with what was expected."""
+    if kind is bool:
+        return _parse_bool(value)
+    if kind is str and isinstance(value, str):
+        return value
+    if kind is Path and isinstance(value, str) and value:
+        return Path(value).expanduser()
+    if kind is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return _parse_size(value) if sized else _parse_number(int, value, "a whole number")
+        raise ValueError("is not a size such as 512MiB" if sized else "is not a whole number")
+    if kind is float:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return float(value)
+        if isinstance(value, str):
+            return _parse_number(float, value, "a number")
+        raise ValueError("is not a number")
+    assert kind in (str, Path), f"settings can't be of type {kind}"
+    raise ValueError("is not text" if kind is str else "is not a path")
+
+
+def _parse_bool(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.lower() in _TRUE:
+        return True
+    if isinstance(value, str) and value.lower() in _FALSE:
+        return False
+    raise ValueError("is neither true nor false")
+
+
+def _parse_number(kind: type[int] | type[float], text: str, expected: str) -> int | float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"is not {expected}") from error
+
+
+def _parse_size(text: str) -> int:
+    """Bytes: `4096`, `512MiB`, `1.5GB` (powers of 1024 with an i, of 1000 without)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("is not a size such as 512MiB")
+    unit = match[2].lower().removesuffix("b")
+    base = 1024 if unit.endswith("i") else 1000
+    exponent = " kmgt".index(unit[:1] or " ")
+    if unit == "i":
+        raise ValueError("is not a size such as 512MiB")
+    return int(Decimal(match[1]) * base**exponent)

@@ -1,0 +1,193 @@
+"""`twinplane up`: serves, stops everything on one signal, and leaves no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support.planes import ROOT, free_port, plane_environment
+from tests.unit.twinplane.cli_process import PATIENCE, run
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@contextmanager
+def up(
+    folder: Path, model: Path, *flags: str, stderr: int | None = None, **variables: str
+) -> Iterator[subprocess.Popen[str]]:
+    """`twinplane up --simulate` on free ports with `folder` as its TMPDIR; killed at the end."""
+    arguments = ("--simulate", f"--model={model}", f"--port={free_port()}", "--metrics-port=none")
+    log = (folder / "log").open("w")
+    with (
+        log,
+        subprocess.Popen(
+            [sys.executable, "-m", "twinplane.cli", "up", *arguments, *flags],
+            stdout=subprocess.PIPE,
+            stderr=log if stderr is None else stderr,
+            text=True,
+            process_group=0,
+            cwd=ROOT,
+            env=plane_environment(TMPDIR=str(folder), **variables),
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def children(process: subprocess.Popen[str]) -> dict[str, psutil.Process]:
+    """By module: worker_service, control_plane."""
+    return {child.cmdline()[2]: child for child in psutil.Process(process.pid).children()}
+
+
+def ready_address(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.fullmatch(r"ready: .+ on (\S+); try: twinplane chat --address \S+\n", line)
+    assert match, line
+    return match[1]
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """A TMPDIR that leaves room for a socket's path."""
+    with tempfile.TemporaryDirectory(prefix="tp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_up_serves_and_one_signal_stops_everything(
+    short_folder: Path, tiny_model: Path, number: signal.Signals
+) -> None:
+    with up(short_folder, tiny_model) as process:
+        address = ready_address(process)
+        planes = children(process)
+        assert planes.keys() == {"worker_service", "control_plane"}
+        # Out of the reach of the terminal's Ctrl-C, which would break the order.
+        assert all(os.getpgid(plane.pid) != process.pid for plane in planes.values())
+        private = next(short_folder.glob("twinplane-*"))
+        assert private.stat().st_mode & 0o777 == 0o700
+        assert run("generate", "ab", "--address", address, "--max-tokens", "3").returncode == 0
+        os.killpg(process.pid, number)  # as a terminal does: to the whole group
+        assert process.wait(PATIENCE) == 0
+        assert not any(plane.is_running() for plane in planes.values())
+        assert not private.exists()
+    # Order: the control plane has drained before the worker is told.
+    log = (short_folder / "log").read_text()
+    assert log.index('control_plane.shell.driver", "message": "draining') < log.index(
+        'worker_service.app", "message": "draining'
+    )
+
+
+@pytest.mark.parametrize("victim", ["worker_service", "control_plane"])
+def test_up_ends_and_says_which_plane_died(
+    short_folder: Path, tiny_model: Path, victim: str
+) -> None:
+    with up(short_folder, tiny_model) as process:
+        ready_address(process)
+        planes = children(process)
+        planes[victim].kill()
+        assert process.wait(PATIENCE) == 1
+        assert not any(plane.is_running() for plane in planes.values())
+    name = "worker" if victim == "worker_service" else "control plane"
+    assert f"the {name} was killed by SIGKILL" in (short_folder / "log").read_text()
+
+
+def test_up_says_why_a_plane_could_not_start(short_folder: Path, tiny_model: Path) -> None:
+    with up(short_folder, tiny_model, "--simulate-block-count=2", "--max-model-len=99") as process:
+        assert process.wait(PATIENCE) == 1
+    log = (short_folder / "log").read_text()
+    assert "the worker ended with exit code 1" in log
+    assert "--simulate-block-count" in log
+
+
+def test_the_planes_do_not_outlive_a_killed_up(short_folder: Path, tiny_model: Path) -> None:
+    with up(short_folder, tiny_model) as process:
+        ready_address(process)
+        planes = children(process)
+        process.kill()
+        process.wait(PATIENCE)
+        assert eventually(lambda: not any(plane.is_running() for plane in planes.values()))
+
+
+def test_up_takes_both_planes_settings_from_everywhere(
+    short_folder: Path, tiny_model: Path
+) -> None:
+    """A file and an environment with both planes' keys suit both; shared flags go to both."""
+    file = short_folder / "settings.toml"
+    file.write_text("log_level = 'info'\n[control]\nmax_num_waiting = 5\n[worker]\nthreads = 1\n")
+    variables = {"TWINPLANE_CONFIG": str(file), "TWINPLANE_AGEING_SECONDS": "3"}
+    with up(
+        short_folder, tiny_model, "--served-model-name=both", "--max-num-seqs=7", **variables
+    ) as process:
+        address = ready_address(process)
+        planes = children(process)
+        for plane in planes.values():
+            assert "--max-num-seqs=7" in plane.cmdline()
+        assert "--port" not in " ".join(planes["worker_service"].cmdline())
+        answer = run("generate", "ab", "--json", "--max-tokens=1", "--address", address)
+        assert json.loads(answer.stdout)["model"] == "both"
+
+
+def test_on_a_terminal_each_log_line_names_its_plane(short_folder: Path, tiny_model: Path) -> None:
+    ours, theirs = pty.openpty()
+    with up(short_folder, tiny_model, stderr=theirs) as process:
+        os.close(theirs)
+        ready_address(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 0
+        lines = os.read(ours, 1 << 16).decode().splitlines()
+    os.close(ours)
+    assert any(re.match(r"worker +\| [\d:.]+ info +ready ", line) for line in lines)
+    assert any(line.startswith("control plane | ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables", "message"),
+    [
+        (("--masts=3",), {}, "--masts"),
+        (("--port=x",), {}, "--port: 'x' is not a whole number"),
+        ((), {"TWINPLANE_PROT": "1"}, "did you mean TWINPLANE_PORT?"),
+        (("--model=smollm2-135m-instruct",), {}, "twinplane model pull smollm2-135m-instruct"),
+        (("--model=nowhere",), {}, "no model 'nowhere'"),
+    ],
+)
+def test_up_refuses_to_start_with_code_2(
+    tmp_path: Path, flags: tuple[str, ...], variables: dict[str, str], message: str
+) -> None:
+    done = run("up", *flags, TWINPLANE_HOME=str(tmp_path), **variables)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stdout == ""
+
+
+def test_up_refuses_a_port_that_is_taken(tiny_model: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("up", "--simulate", f"--model={tiny_model}", f"--port={port}")
+    assert done.returncode == 2
+    assert f"can't listen on 127.0.0.1:{port}" in done.stderr

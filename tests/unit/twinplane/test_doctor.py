@@ -1,0 +1,158 @@
+"""The doctor: each finding names its fix, and only what stops `twinplane up` fails."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from control_plane.config import ControlConfig
+from tests.support.planes import ROOT, plane_environment
+from twinplane.cli import doctor, doctor_checks
+from twinplane.cli.doctor_checks import (
+    DeviceProbe,
+    Finding,
+    State,
+    check_cache,
+    check_compiler,
+    check_device,
+    check_event_loop,
+    check_packages,
+    check_ports,
+    probe_device,
+)
+from twinplane.models import DEFAULT_MODEL
+
+
+def states(findings: list[Finding]) -> list[State]:
+    return [finding.state for finding in findings]
+
+
+def without_packages(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    real = doctor_checks._version
+    monkeypatch.setattr(
+        doctor_checks, "_version", lambda name: None if name in missing else real(name)
+    )
+
+
+def test_every_problem_has_a_fix_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    without_packages(monkeypatch, "gguf", "grpcio", "uvloop")
+    findings = [
+        *check_packages(),
+        *check_event_loop(),
+        *check_compiler({"PATH": ""}),
+        *check_device(DeviceProbe("", (), {}, "no torch")),
+        *check_cache(tmp_path / "nowhere"),
+    ]
+    assert {State.FAIL, State.WARN, State.OK} >= {finding.state for finding in findings}
+    for finding in findings:
+        assert bool(finding.fix) == (finding.state is not State.OK), finding
+
+
+def test_missing_packages_fail_and_say_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert states(check_packages()) == [State.OK]
+    without_packages(monkeypatch, "gguf")
+    worker = check_packages()[1]
+    assert (worker.state, worker.detail) == (State.FAIL, "missing: gguf")
+    assert "twinplane[worker]" in worker.fix
+
+
+def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert states(check_event_loop()) == [State.OK]
+    without_packages(monkeypatch, "uvloop")
+    assert states(check_event_loop()) == [State.WARN]
+
+
+def test_the_device_is_asked_in_another_process() -> None:
+    probe = probe_device()
+    assert probe.error == ""
+    assert probe.torch
+    assert probe.devices[0].startswith("cpu")
+    assert probe.backends["reference"] is None
+
+
+def test_a_probe_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_PROBE", "import no_such_module")
+    probe = probe_device()
+    assert "no_such_module" in probe.error
+    assert states(check_device(probe)) == [State.FAIL]
+    monkeypatch.setattr(doctor_checks, "_PROBE", "import time; time.sleep(60)")
+    assert "no answer" in probe_device(timeout_seconds=0.2).error
+
+
+def test_each_backends_answer_is_a_line() -> None:
+    findings = check_device(DeviceProbe("2.6", ("cpu",), {"fast": "no AVX2", "slow": None}))
+    assert states(findings) == [State.OK, State.OK, State.WARN, State.OK]
+    assert findings[2].subject == "attention fast"
+    assert findings[2].detail == "no AVX2"
+    none_runs = check_device(DeviceProbe("2.6", ("cpu",), {"fast": "no AVX2"}))
+    assert none_runs[-1].state is State.FAIL
+
+
+def test_a_taken_port_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        config = ControlConfig(port=port, metrics_port=0)
+        monkeypatch.setattr(doctor_checks, "ControlConfig", lambda: config)
+        (finding,) = check_ports()
+        assert finding.state is State.FAIL
+        assert str(port) in finding.detail
+        assert "--port" in finding.fix
+    assert states(check_ports()) == [State.OK]
+
+
+def test_the_default_model_has_to_be_there(tmp_path: Path) -> None:
+    missing = check_cache(tmp_path)
+    assert State.FAIL in states(missing)
+    assert any(finding.fix == f"twinplane model pull {DEFAULT_MODEL}" for finding in missing)
+    folder = tmp_path / "models" / DEFAULT_MODEL
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    found = check_cache(tmp_path)
+    assert State.FAIL not in states(found)
+    assert DEFAULT_MODEL in found[0].detail
+
+
+def test_little_disk_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor_checks, "_DEFAULT_MODEL_BYTES", 1 << 62)
+    disk = check_cache(tmp_path)[-1]
+    assert (disk.state, disk.subject) == (State.WARN, "disk")
+    assert "TWINPLANE_HOME" in disk.fix
+
+
+def test_the_exit_code_is_1_only_for_failures(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warning = Finding(State.WARN, "subject", "detail", "do this")
+    monkeypatch.setattr(doctor, "_checks", lambda: (lambda: [warning],))
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out == "warn  subject             detail; fix: do this\n"
+    failure = Finding(State.FAIL, "subject", "detail", "do that")
+    monkeypatch.setattr(doctor, "_checks", lambda: (lambda: [warning, failure],))
+    assert doctor.main(["--json"]) == 1
+    assert [entry["state"] for entry in json.loads(capsys.readouterr().out)] == ["warn", "fail"]
+
+
+def test_the_doctor_itself_imports_no_torch() -> None:
+    script = (
+        "import sys; from twinplane.cli import main; main(['doctor', '--json'])\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=plane_environment(),
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+    assert '"subject": "torch"' in done.stdout

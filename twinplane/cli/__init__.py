@@ -1,0 +1,96 @@
+"""The command line. `main` finds the command and hands over; each command is a module of its own,
+imported only when it is called, so that `twinplane --help` is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+
+from twinplane import __version__
+from twinplane.cli.failures import one_line
+from twinplane.errors import TwinplaneError
+from twinplane.models.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class _Command:
+    """`module` has `main(argv) -> int`, the exit code."""
+
+    name: str
+    help: str
+    module: str
+
+
+_GROUPS = (
+    (
+        "serve",
+        (
+            _Command("up", "control plane and worker on this machine", "twinplane.cli.up"),
+            _Command("control", "the control plane alone", "control_plane.__main__"),
+            _Command("worker", "a worker alone (--simulate: no model)", "worker_service.__main__"),
+        ),
+    ),
+    (
+        "use",
+        (
+            _Command("generate", "complete a prompt", "twinplane.cli.generate"),
+            _Command("chat", "talk to a model", "twinplane.cli.chat"),
+        ),
+    ),
+    (
+        "manage",
+        (
+            _Command("model", "pull and list models", "twinplane.cli.model"),
+            _Command("doctor", "check this machine and say what to fix", "twinplane.cli.doctor"),
+        ),
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] in ("-V", "--version"):
+        print(f"twinplane {__version__}")
+        return 0
+    command = _find(arguments[0])
+    if command is None:
+        print(f"twinplane: no command {arguments[0]!r}; see twinplane --help", file=sys.stderr)
+        return 2
+    return _run(command, arguments[1:])
+
+
+def _run(command: _Command, arguments: list[str]) -> int:
+    try:
+        code: int = import_module(command.module).main(arguments)
+        sys.stdout.flush()
+        return code
+    except (TwinplaneError, ModelError) as error:
+        print(f"twinplane {command.name}: {one_line(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # Whoever read our output has gone; the interpreter's last flush must not fail on it too.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _find(name: str) -> _Command | None:
+    return next((c for _, commands in _GROUPS for c in commands if c.name == name), None)
+
+
+def _help() -> str:
+    lines = ["usage: twinplane COMMAND [options]", ""]
+    for title, commands in _GROUPS:
+        lines.append(f"{title}:")
+        lines += [f"  {command.name:10}{command.help}" for command in commands]
+        lines.append("")
+    lines.append("twinplane COMMAND --help says more; --version prints the version.")
+    return "\n".join(lines)

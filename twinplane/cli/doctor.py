@@ -1,0 +1,53 @@
+"""`twinplane doctor`: what this machine has for serving, one line each, with the fix."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TextIO
+
+from twinplane.cli import doctor_checks as checks
+from twinplane.cli.doctor_checks import Finding, State
+from twinplane.models import cache_root
+
+_COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when something stops `twinplane up`, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="twinplane doctor", description="Check this machine.", allow_abbrev=False
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON array")
+    namespace = parser.parse_args(argv)
+    findings = [finding for check in _checks() for finding in check()]
+    if namespace.json:
+        print(json.dumps([finding.as_json() for finding in findings], indent=2))
+    else:
+        for finding in findings:
+            print(_line(finding, sys.stdout))
+    return 1 if any(finding.state is State.FAIL for finding in findings) else 0
+
+
+def _checks() -> tuple[Callable[[], list[Finding]], ...]:
+    return (
+        checks.check_python,
+        checks.check_packages,
+        lambda: checks.check_device(checks.probe_device()),
+        checks.check_event_loop,
+        lambda: checks.check_compiler(os.environ),
+        checks.check_ports,
+        lambda: checks.check_cache(Path(cache_root())),
+    )
+
+
+def _line(finding: Finding, output: TextIO) -> str:
+    state = f"{finding.state.value:4}"
+    if output.isatty():
+        state = f"\x1b[{_COLOURS[finding.state]}m{state}\x1b[0m"
+    fix = f"; fix: {finding.fix}" if finding.fix else ""
+    return f"{state}  {finding.subject:20}{finding.detail}{fix}"

@@ -1,0 +1,103 @@
+"""`twinplane generate`: streams the completion of one prompt to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from twinplane.cli.request_flags import (
+    RequestFlags,
+    add_request_flags,
+    quiet_grpc,
+    request_flags,
+)
+
+if TYPE_CHECKING:
+    from twinplane import Client, Generation, GenerationResult
+    from twinplane.client.values import Prompt
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0; raises TwinplaneError. Ctrl-C cancels the generation."""
+    parser = argparse.ArgumentParser(
+        prog="twinplane generate",
+        usage="%(prog)s [PROMPT|-] [options]",
+        description="Complete a prompt; the output streams.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: standard input")
+    add_request_flags(parser, max_tokens=256)
+    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
+    parser.add_argument("-v", "--verbose", action="store_true", help="usage on standard error")
+    namespace = parser.parse_args(argv)
+    prompt = _prompt(namespace.prompt, sys.stdin)
+    if prompt is None:
+        parser.error("no prompt: give one, or pipe it in")
+    quiet_grpc()
+    from twinplane import Client
+
+    flags = request_flags(namespace)
+    with Client(flags.address) as client, start(client, prompt, flags) as generation:
+        if not namespace.json:
+            for delta in generation:
+                print(delta.text, end="", flush=True)
+            print()
+        result = generation.result()
+    if namespace.json:
+        print(json.dumps(_as_json(result), ensure_ascii=False))
+    if namespace.verbose:
+        print(_usage_line(result), file=sys.stderr)
+    return 0
+
+
+def start(client: Client, prompt: Prompt, flags: RequestFlags) -> Generation:
+    """Starts a generation as the flags say."""
+    return client.generate(
+        prompt,
+        model=flags.model,
+        max_tokens=flags.max_tokens,
+        temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
+        min_p=flags.min_p,
+        seed=flags.seed,
+        stop=flags.stop,
+    )
+
+
+def _prompt(given: str | None, stdin: TextIO) -> str | None:
+    if given is not None and given != "-":
+        return given
+    if given is None and stdin.isatty():
+        return None
+    return stdin.read()
+
+
+def _as_json(result: GenerationResult) -> dict[str, object]:
+    return {
+        "text": result.text,
+        "token_ids": list(result.token_ids),
+        "finish_reason": result.finish_reason.value,
+        "stop_string": result.stop_string,
+        "stop_token_id": result.stop_token_id,
+        "usage": {
+            "prompt_tokens": result.usage.prompt_token_count,
+            "cached_prompt_tokens": result.usage.cached_prompt_token_count,
+            "completion_tokens": result.usage.completion_token_count,
+        },
+        "seed": result.seed,
+        "request_id": result.request_id,
+        "model": result.model,
+    }
+
+
+def _usage_line(result: GenerationResult) -> str:
+    usage = result.usage
+    return (
+        f"{usage.prompt_token_count} prompt tokens ({usage.cached_prompt_token_count} cached), "
+        f"{usage.completion_token_count} generated, finish {result.finish_reason.value}, "
+        f"seed {result.seed}"
+    )

