@@ -1,0 +1,36 @@
+"""Starts a worker: `python -m worker_service`, or `twinplane worker`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
+    # gRPC reads this once, when it is imported. Nothing here forks.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    from twinplane.setting_names import KNOWN_SETTINGS
+    from twinplane.settings import from_command_line
+    from worker_service import app, logs
+    from worker_service.config import WorkerConfig
+
+    config = from_command_line(
+        WorkerConfig,
+        argv,
+        os.environ,
+        prog="twinplane worker",
+        description="One worker: a device and a model behind gRPC.",
+        table="worker",
+        known=KNOWN_SETTINGS,
+    )
+    logs.configure(config.log_level, config.log_format)
+    try:
+        return app.run(config)
+    except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""The worker's composition root: builds the parts, runs them, and takes them down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from twinplane.models import ModelError
+from worker_service.config import WorkerConfig
+from worker_service.domain import Runner
+from worker_service.facade import WorkerFacade
+from worker_service.lifecycle import Lifecycle, LifecycleState
+from worker_service.logs import fields
+from worker_service.rpc.server import CannotListen, WorkerServer
+from worker_service.startup import StartupError, build_runner
+from worker_service.weights.errors import LoadError
+
+_STOP_GRACE_SECONDS = 2.0
+_PROGRESS_SECONDS = 1.0
+
+_logger = logging.getLogger(__name__)
+
+
+def run(config: WorkerConfig) -> int:
+    """Serves until SIGINT, SIGTERM or the worker's own end; returns the exit code.
+
+    The first signal drains, a second one ends the process at once.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_run(config))
+
+
+async def _run(config: WorkerConfig) -> int:
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def request_stop() -> None:
+        stop.set()
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    for number in signals:
+        loop.add_signal_handler(number, request_stop)
+    if config.exit_with_parent:
+        _watch_standard_input(loop, stop)
+    progress = _ProgressLog(time.monotonic)
+    return await serve(config, stop, lambda: build_runner(config, progress))
+
+
+async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> int:
+    """Serves the runner that `build` makes until `stop` is set or the worker breaks.
+
+    The server answers at once; loading goes on behind it. Returns 0 after a drain, 1 when the
+    worker could not listen, could not load, or broke.
+    """
+    facade = WorkerFacade(build, worker_id=_worker_id(config), incarnation_id=uuid.uuid4().hex)
+    server = WorkerServer(facade)
+    try:
+        address = await server.start(config.host, config.port, _socket_path(config))
+    except CannotListen as error:
+        _logger.error("cannot listen", extra=fields(reason=str(error)))
+        await facade.close()
+        return 1
+    _logger.info("listening", extra=fields(address=address))
+    loading = asyncio.create_task(_load(facade))
+    try:
+        await _first_of(stop, facade.lifecycle)
+        await _drain(facade, server, loading, config.drain_seconds)
+    finally:
+        loading.cancel()
+        await asyncio.wait((loading,))
+        await server.stop(_STOP_GRACE_SECONDS)
+    broken = facade.lifecycle.state is LifecycleState.BROKEN
+    _logger.info("stopped", extra=fields(broken=broken))
+    return 1 if broken else 0
+
+
+async def _load(facade: WorkerFacade) -> None:
+    try:
+        await facade.load()
+    except (StartupError, ModelError, LoadError) as error:
+        _logger.error("cannot load", extra=fields(reason=str(error)))
+    except Exception:  # whatever a model's files make a loader raise: the worker ends, and says why
+        _logger.exception("cannot load")
+    else:
+        if facade.lifecycle.state is LifecycleState.ACTIVE:
+            _log_ready(facade)
+
+
+async def _first_of(stop: asyncio.Event, lifecycle: Lifecycle) -> None:
+    """Waits until `stop` is set or the worker is broken."""
+    waits = (asyncio.create_task(stop.wait()), asyncio.create_task(_broken(lifecycle)))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+        await asyncio.wait(waits)
+
+
+async def _broken(lifecycle: Lifecycle) -> None:
+    state = lifecycle.state
+    while state is not LifecycleState.BROKEN:
+        state = await lifecycle.changed_from(state)
+
+
+async def _drain(
+    facade: WorkerFacade, server: WorkerServer, loading: asyncio.Task[None], seconds: float
+) -> None:
+    """Accepts nothing more, ends the streams, and lets what is queued finish."""
+    _logger.info("draining")
+    facade.drain()
+    server.end_streams()
+    if not loading.done():
+        return  # nothing was accepted yet, and a load can't be interrupted
+    try:
+        async with asyncio.timeout(seconds):
+            await facade.close()
+    except TimeoutError:
+        _logger.warning("drain timed out", extra=fields(seconds=seconds))
+
+
+def _watch_standard_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Sets `stop` when standard input ends: the parent holds its other end, alive or not at all."""
+
+    def watch() -> None:
+        # Not sys.stdin: a reader that waits in it holds a lock the interpreter wants as it ends.
+        with suppress(OSError):  # closed: nobody holds the other end
+            while os.read(0, 4096):
+                pass
+        with suppress(RuntimeError):  # the loop is closed: stopped already
+            loop.call_soon_threadsafe(stop.set)
+
+    threading.Thread(target=watch, name="standard input", daemon=True).start()
+
+
+def _socket_path(config: WorkerConfig) -> Path | None:
+    return None if config.uds is None else Path(config.uds).expanduser()
+
+
+def _worker_id(config: WorkerConfig) -> str:
+    if config.worker_id is not None:
+        return config.worker_id
+    return f"{socket.gethostname()}:{config.uds or config.port}"
+
+
+class _ProgressLog:
+    """Logs what loading does, once a second at most: a load has a line for every layer.
+
+    Called on the device thread. `clock` gives seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last = -math.inf
+
+    def __call__(self, doing: str) -> None:
+        now = self._clock()
+        if now - self._last >= _PROGRESS_SECONDS:
+            self._last = now
+            _logger.info("loading", extra=fields(doing=doing))
+
+
+def _log_ready(facade: WorkerFacade) -> None:
+    info = facade.worker_info()
+    capability = info.capability
+    _logger.info(
+        "ready",
+        extra=fields(
+            worker_id=info.worker_id,
+            model=capability.model.name,
+            device=capability.device.name,
+            data_type=capability.model.data_type.value,
+            attention_backend=capability.attention_backend,
+            weight_version=capability.weight_version.digest[:12],
+            max_sequence_count=capability.limits.max_sequence_count,
+            max_sequence_token_count=capability.limits.max_sequence_token_count,
+        ),
+    )
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # Windows
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

@@ -1,0 +1,127 @@
+"""The worker's settings: flag > environment > TOML file > default. Values only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from twinplane.models import DEFAULT_MODEL
+from twinplane.settings import option
+
+DEFAULT_PORT = 50061
+
+_MODEL = "model"
+_LIMITS = "limits and memory"
+_DEVICE = "device"
+_SERVER = "server"
+_PROCESS = "process"
+_SIMULATION = "simulation"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """Settings of one worker process. None means chosen by what is found at start."""
+
+    model: str = option(
+        DEFAULT_MODEL, "model folder, .gguf file, catalogue name or hub id", group=_MODEL
+    )
+    served_model_name: str | None = option(
+        None, "name told to controllers (default: the model as given)", group=_MODEL
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV (auto: float32 on a CPU, else the model's own)",
+        group=_MODEL,
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    seed: int = option(0, "reported to controllers; sampling never depends on it", group=_MODEL)
+
+    block_size: int = option(16, "tokens per KV block", group=_LIMITS)
+    kv_cache_memory_bytes: int | None = option(
+        None, "KV pool in bytes (default: 1 GiB on a CPU, most of a GPU's free rest)", group=_LIMITS
+    )
+    max_num_seqs: int | None = option(
+        None, "rows of the batch (default: 64 on a CPU, else 256)", group=_LIMITS
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "tokens of one step (default: 512 on a CPU, else 8192)", group=_LIMITS
+    )
+    max_model_len: int | None = option(
+        None, "tokens of one sequence (default: the model's, or what the pool holds)", group=_LIMITS
+    )
+
+    device: str = option(
+        "auto", "what executes the steps", group=_DEVICE, choices=("auto", "cpu", "cuda")
+    )
+    attention_backend: str | None = option(
+        None, "attention backend (default: the first that can run)", group=_DEVICE
+    )
+    threads: int | None = option(None, "CPU threads of the device", group=_DEVICE)
+
+    host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
+    port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)
+    uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER)
+    worker_id: str | None = option(
+        None, "stable name of this worker (default: host name and address)", group=_SERVER
+    )
+
+    drain_seconds: float = option(
+        10.0, "how long a stopping worker may finish what is queued", group=_PROCESS
+    )
+    exit_with_parent: bool = option(
+        False, "stop when standard input ends, as it does with the parent", group=_PROCESS
+    )
+    log_level: str = option(
+        "info",
+        "least severe lines logged",
+        group=_PROCESS,
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = option(
+        "auto",
+        "log lines for people or machines (auto: people on a terminal)",
+        group=_PROCESS,
+        choices=("auto", "text", "json"),
+    )
+
+    simulate: bool = option(
+        False, "no model: deterministic tokens behind a latency model", group=_SIMULATION
+    )
+    simulate_vocabulary_size: int | None = option(
+        None, "vocabulary (default: the model's if it is on this machine)", group=_SIMULATION
+    )
+    simulate_block_count: int = option(65536, "blocks of the KV pool", group=_SIMULATION)
+    simulate_step_ms: float = option(3.5, "milliseconds per step", group=_SIMULATION)
+    simulate_token_us: float = option(27.0, "microseconds per token", group=_SIMULATION)
+    simulate_row_us: float = option(0.0, "microseconds per sequence", group=_SIMULATION)
+    simulate_kilotoken_us: float = option(
+        30.0, "microseconds per thousand attended tokens", group=_SIMULATION
+    )
+
+    def __post_init__(self) -> None:
+        """Raises ValueError, naming the setting, for what could never work."""
+        for name, minimum in _MINIMUMS:
+            value = getattr(self, name)
+            if value is not None and not minimum <= value < math.inf:
+                raise ValueError(f"{name} must be at least {minimum}, not {value}")
+        if self.port > 65535:
+            raise ValueError(f"port must be at most 65535, not {self.port}")
+
+
+_MINIMUMS = (
+    ("seed", 0),
+    ("block_size", 1),
+    ("kv_cache_memory_bytes", 1),
+    ("max_num_seqs", 1),
+    ("max_num_batched_tokens", 1),
+    ("max_model_len", 2),
+    ("threads", 1),
+    ("port", 0),
+    ("drain_seconds", 0),
+    ("simulate_vocabulary_size", 1),
+    ("simulate_block_count", 2),
+    ("simulate_step_ms", 0),
+    ("simulate_token_us", 0),
+    ("simulate_row_us", 0),
+    ("simulate_kilotoken_us", 0),
+)

@@ -1,0 +1,261 @@
+"""The worker's face towards any transport: sole owner of the runner and of the thread it runs on.
+
+Everything here happens on the event loop and none of it waits for the device; the order, the
+idempotency and the held steps are the StepLog's, on the device thread. gRPC is one transport of
+this; tests and benchmarks use it directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from worker_service.device_thread import DeviceThread
+from worker_service.domain import (
+    CONTRACT_VERSION,
+    Capability,
+    ContractMismatch,
+    GrammarMasks,
+    MemoryPool,
+    PlanInvalid,
+    Runner,
+    StaleEpoch,
+    StepGap,
+    StepPlan,
+    StepResult,
+    WorkerError,
+)
+from worker_service.lifecycle import Lifecycle, LifecycleState
+from worker_service.logs import fields
+from worker_service.step_log import StepLog
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker's capability, whose it is and which claim holds it (epoch 0: none yet)."""
+
+    capability: Capability
+    worker_id: str
+    incarnation_id: str
+    epoch: int
+
+
+@dataclass(slots=True, eq=False)
+class Pipeline:
+    """Messages of one sender in order: once one is refused, none after it is executed.
+
+    `refused` is the device thread's, about what it has met; `ended` is the event loop's, about what
+    it did not even queue. Those queued before that still run.
+    """
+
+    refused: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded:
+    """What exists once the runner is built. `room` bounds what waits for the device."""
+
+    log: StepLog
+    room: asyncio.Semaphore
+
+
+class WorkerFacade:
+    """One worker. Made and used on one event loop.
+
+    `build` makes the runner; it is called on the device thread, by `load`. `clock` gives seconds.
+    Until the runner is built, and from `drain` on, every method but `close` raises
+    WorkerUnavailable.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Runner],
+        *,
+        worker_id: str,
+        incarnation_id: str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lifecycle = Lifecycle()
+        self._build = build
+        self._worker_id = worker_id
+        self._incarnation_id = incarnation_id
+        self._clock = clock
+        self._device = DeviceThread()
+        self._loaded: _Loaded | None = None
+        self._claimed_epoch = 0
+
+    async def load(self) -> None:
+        """Builds the runner. Raises what the build raises; the worker is BROKEN then."""
+        try:
+            runner = await self._device.start(self._build)
+        except Exception:
+            self.lifecycle.move(LifecycleState.BROKEN)
+            raise
+        limits = runner.capability().limits
+        self._loaded = _Loaded(
+            StepLog(runner, self._clock), asyncio.Semaphore(limits.max_inflight_step_count)
+        )
+        if self.lifecycle.can_move(LifecycleState.ACTIVE):  # else it drains already
+            self.lifecycle.move(LifecycleState.ACTIVE)
+
+    async def attach(
+        self, epoch: int, controller_id: str, minimum_version: int, maximum_version: int
+    ) -> tuple[WorkerInfo, int]:
+        """Claims the worker; answers with it and the contract version to speak.
+
+        Older epochs are fenced at once, plans that wait for the device included; the answer comes
+        when the running step is over and the batch is cleared. Raises StaleEpoch, also when a
+        newer claim overtakes this one, ContractMismatch, PlanInvalid or RunnerFailed.
+        """
+        log = self._require_loaded().log
+        version = _shared_version(minimum_version, maximum_version)
+        if epoch <= self._claimed_epoch:
+            raise StaleEpoch(f"epoch {epoch} is not above the current, {self._claimed_epoch}")
+        self._claimed_epoch = epoch
+        _logger.info("claimed", extra=fields(epoch=epoch, controller_id=controller_id))
+
+        def begin() -> None:
+            self._require_claim(epoch)
+            log.begin(epoch)
+
+        await (await self._enqueue(begin))
+        self._require_claim(epoch)
+        return self.worker_info(), version
+
+    async def submit(
+        self, plan: StepPlan, pipeline: Pipeline | None = None
+    ) -> asyncio.Future[StepResult]:
+        """Queues a plan behind those submitted before it; waits only for room in the queue.
+
+        The future, like this method, raises Precondition, PlanInvalid, WorkerUnavailable or
+        RunnerFailed. Cancelling it leaves the plan in the queue.
+        """
+        arrived = self._clock()
+        return await self._enqueue_step(
+            plan.epoch, pipeline, lambda log: log.forward(plan, arrived)
+        )
+
+    async def submit_sample(
+        self,
+        epoch: int,
+        step_id: int,
+        masks: GrammarMasks | None,
+        pipeline: Pipeline | None = None,
+    ) -> asyncio.Future[StepResult]:
+        """Queues the sampling of a held step, as `submit` does a plan."""
+        arrived = self._clock()
+        return await self._enqueue_step(
+            epoch, pipeline, lambda log: log.sample(epoch, step_id, masks, arrived)
+        )
+
+    async def forward(self, plan: StepPlan) -> StepResult:
+        """Executes one plan. Raises what `submit` does."""
+        return await (await self.submit(plan))
+
+    async def sample(self, epoch: int, step_id: int, masks: GrammarMasks | None) -> StepResult:
+        """Samples the held step. Raises what `submit` does."""
+        return await (await self.submit_sample(epoch, step_id, masks))
+
+    def worker_info(self) -> WorkerInfo:
+        """What the worker is and who claims it."""
+        capability = self._require_loaded().log.runner.capability()
+        return WorkerInfo(capability, self._worker_id, self._incarnation_id, self._claimed_epoch)
+
+    async def memory_pool(self) -> MemoryPool:
+        """The KV pool as it is between two steps."""
+        log = self._require_loaded().log
+        return await (await self._enqueue(log.runner.memory_pool))
+
+    def drain(self) -> None:
+        """Accepts nothing more; what is queued is still executed. Idempotent."""
+        if self.lifecycle.can_move(LifecycleState.DRAINING):
+            self.lifecycle.move(LifecycleState.DRAINING)
+
+    async def close(self) -> None:
+        """Drains, waits for what is queued, and ends the device thread. Idempotent."""
+        self.drain()
+        await self._device.close()
+
+    def _require_loaded(self) -> _Loaded:
+        self.lifecycle.require_serving()
+        assert self._loaded is not None, "serving without a runner"
+        return self._loaded
+
+    def _require_claim(self, epoch: int) -> None:
+        if epoch != self._claimed_epoch:
+            raise StaleEpoch(
+                f"epoch {epoch} does not hold the claim; the current is {self._claimed_epoch}"
+            )
+
+    async def _enqueue_step(
+        self,
+        epoch: int,
+        pipeline: Pipeline | None,
+        execute: Callable[[StepLog], StepResult],
+    ) -> asyncio.Future[StepResult]:
+        pipeline = Pipeline() if pipeline is None else pipeline
+
+        def work() -> StepResult:
+            _require_open(pipeline.refused)
+            try:
+                self._require_claim(epoch)  # again: it may have changed while this waited
+                return execute(log)
+            except WorkerError:
+                pipeline.refused = True
+                raise
+
+        _require_open(pipeline.ended)
+        try:
+            log = self._require_loaded().log
+            self._require_claim(epoch)
+            return await self._enqueue(work)
+        except WorkerError:
+            pipeline.ended = True
+            raise
+
+    async def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        loaded = self._require_loaded()
+        await loaded.room.acquire()
+        try:
+            self.lifecycle.require_serving()
+        except WorkerError:
+            loaded.room.release()
+            raise
+        return self._device.start(work, finished=lambda: self._settle(loaded))
+
+    def _settle(self, loaded: _Loaded) -> None:
+        """After each piece of work: makes room, and lets the lifecycle follow the log."""
+        loaded.room.release()
+        if loaded.log.broken:
+            state = LifecycleState.BROKEN
+        elif loaded.log.failed:
+            state = LifecycleState.FAILED
+        else:
+            state = LifecycleState.ACTIVE
+        if self.lifecycle.can_move(state):
+            self.lifecycle.move(state)
+
+
+def _require_open(ended: bool) -> None:
+    if ended:
+        raise StepGap("an earlier message of this pipeline was refused")
+
+
+def _shared_version(minimum: int, maximum: int) -> int:
+    if not 1 <= minimum <= maximum:
+        raise PlanInvalid("contract_versions", "must be a range of versions from 1 on")
+    if not minimum <= CONTRACT_VERSION <= maximum:
+        raise ContractMismatch(
+            f"the worker speaks contract version {CONTRACT_VERSION}, the controller {minimum} to "
+            f"{maximum}"
+        )
+    return CONTRACT_VERSION

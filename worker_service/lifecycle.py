@@ -1,0 +1,108 @@
+"""The life of a worker: loading, active, failed, draining, broken. No gRPC, no torch.
+
+    LOADING ──▶ ACTIVE ◀──▶ FAILED        any but BROKEN ──▶ DRAINING
+       └──────────┴───────────┴──▶ BROKEN  (DRAINING too)
+
+FAILED belongs to one epoch: the runner raised what it should not, and every plan is refused until a
+new claim resets it. BROKEN is final: loading or a reset failed, and only a new process helps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import Enum
+
+from worker_service.domain import WorkerError
+
+
+class LifecycleState(Enum):
+    """Where in its life a worker is."""
+
+    LOADING = "loading"
+    ACTIVE = "active"
+    FAILED = "failed"
+    DRAINING = "draining"
+    BROKEN = "broken"
+
+
+_NEXT: dict[LifecycleState, frozenset[LifecycleState]] = {
+    LifecycleState.LOADING: frozenset(
+        {LifecycleState.ACTIVE, LifecycleState.DRAINING, LifecycleState.BROKEN}
+    ),
+    LifecycleState.ACTIVE: frozenset(
+        {LifecycleState.FAILED, LifecycleState.DRAINING, LifecycleState.BROKEN}
+    ),
+    LifecycleState.FAILED: frozenset(
+        {LifecycleState.ACTIVE, LifecycleState.DRAINING, LifecycleState.BROKEN}
+    ),
+    LifecycleState.DRAINING: frozenset({LifecycleState.BROKEN}),
+    LifecycleState.BROKEN: frozenset(),
+}
+
+
+class WorkerUnavailable(WorkerError):
+    """The worker executes nothing at present; the same request may be answered later."""
+
+    reason = "WORKER_UNAVAILABLE"
+
+
+class WorkerLoading(WorkerUnavailable):
+    """The weights are being loaded."""
+
+    reason = "WORKER_LOADING"
+
+
+class WorkerDraining(WorkerUnavailable):
+    """The worker finishes what it has and then ends."""
+
+    reason = "WORKER_DRAINING"
+
+
+class RunnerFailed(WorkerError):
+    """The runner raised what it should not: nothing runs in this epoch any more."""
+
+    reason = "RUNNER_FAILED"
+
+
+class Lifecycle:
+    """The current state and whoever waits for it to change. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._state = LifecycleState.LOADING
+        self._changed = asyncio.Event()
+
+    @property
+    def state(self) -> LifecycleState:
+        return self._state
+
+    def move(self, state: LifecycleState) -> None:
+        """Changes the state. An impossible change is a bug of ours."""
+        assert state in _NEXT[self._state], f"{self._state.name} -> {state.name}"
+        self._state = state
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def can_move(self, state: LifecycleState) -> bool:
+        """Whether `move` may be called with this state."""
+        return state in _NEXT[self._state]
+
+    async def changed_from(self, seen: LifecycleState) -> LifecycleState:
+        """Waits until the state is another than `seen`; states in between may be missed."""
+        while self._state is seen:
+            await self._changed.wait()
+        return self._state
+
+    def require_serving(self) -> None:
+        """Raises WorkerLoading, WorkerDraining or RunnerFailed unless claims can be made.
+
+        A FAILED worker takes claims: a claim is what heals it.
+        """
+        match self._state:
+            case LifecycleState.ACTIVE | LifecycleState.FAILED:
+                return
+            case LifecycleState.LOADING:
+                raise WorkerLoading("the worker loads its model")
+            case LifecycleState.DRAINING:
+                raise WorkerDraining("the worker drains")
+            case LifecycleState.BROKEN:
+                raise RunnerFailed("the worker is broken and ends")

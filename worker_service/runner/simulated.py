@@ -1,0 +1,295 @@
+"""A runner without a model or torch: deterministic tokens behind a latency model.
+
+It keeps the real runner's contract through the same RequestState and InputBatch, and a KV pool of
+one 64-bit number per slot. A sampled token depends on every number its block table leads to and on
+their order, so a mistake in anybody's block accounting changes tokens, as it would with a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.domain import (
+    NULL_BLOCK,
+    Capability,
+    DataType,
+    Device,
+    DeviceKind,
+    Feature,
+    GrammarMasks,
+    IntColumn,
+    LayerGroup,
+    Limits,
+    MemoryPool,
+    Model,
+    PlanInvalid,
+    RowFault,
+    RowFaultKind,
+    SamplingMode,
+    SamplingParameters,
+    StepPlan,
+    StepResult,
+    WeightVersion,
+)
+from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.request_state import RequestState
+
+_Words = npt.NDArray[np.uint64]
+_BYTES_PER_SLOT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLatency:
+    """Seconds a step takes: `step`, plus each token, row and thousand attended tokens.
+
+    The defaults are near an 8B model in bfloat16 on one H200: 3.6 ms for one sequence, 18 ms for
+    256 with 1k tokens each, 36k prompt tokens per second.
+    """
+
+    step: float = 3.5e-3
+    token: float = 27e-6
+    row: float = 0.0
+    kilotoken: float = 30e-6
+
+    def of(self, batch: InputBatch) -> float:
+        """Seconds for one step of these inputs."""
+        attended = int(batch.context_lengths.sum(dtype=np.int64))
+        return (
+            self.step
+            + self.token * batch.token_count
+            + self.row * batch.rows.size
+            + self.kilotoken * attended / 1000
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """What is pretended. `block_count` includes the null block."""
+
+    name: str
+    vocabulary_size: int
+    limits: Limits
+    block_count: int
+    block_size: int = 16
+    architecture: str = "Simulated"
+    random_seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """A held step's stand-in for logits: `preferences` uint64 [rows]. Faulty rows get no token."""
+
+    epoch: int
+    rows: IntColumn
+    preferences: _Words
+    faulty_rows: IntColumn
+
+
+class SimulatedRunner:
+    """domain.Runner. `sleep` and `clock` are in seconds.
+
+    `provoke` is called on the device thread with each plan once it is applied: what it raises, the
+    step raises; rows it returns faults for get no token.
+    """
+
+    def __init__(
+        self,
+        model: SimulatedModel,
+        latency: SimulatedLatency,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+        provoke: Callable[[StepPlan], Sequence[RowFault]] = lambda plan: (),
+    ) -> None:
+        self._model = model
+        self._latency = latency
+        self._sleep = sleep
+        self._clock = clock
+        self._provoke = provoke
+        self._state = RequestState(
+            model.limits, model.block_count, model.block_size, model.vocabulary_size
+        )
+        # No plan may write to the null block, so it stays zero and padding adds nothing.
+        self._kv: _Words = np.zeros((model.block_count, model.block_size), dtype=np.uint64)
+        self._held: _Held | None = None
+        content = f"twinplane simulated model, vocabulary {model.vocabulary_size}"
+        self._weight_version = WeightVersion(1, hashlib.sha256(content.encode()).hexdigest())
+
+    def capability(self) -> Capability:
+        model = self._model
+        return Capability(
+            device=Device(DeviceKind.SIMULATED, "simulated"),
+            model=Model(model.name, model.architecture, model.vocabulary_size, DataType.FLOAT32),
+            weight_version=self._weight_version,
+            limits=model.limits,
+            features=frozenset({Feature.HELD_SAMPLING, Feature.BATCH_INVARIANT}),
+            attention_backend="simulated",
+            random_seed=model.random_seed,
+        )
+
+    def memory_pool(self) -> MemoryPool:
+        model = self._model
+        return MemoryPool(
+            block_count=model.block_count,
+            block_token_count=model.block_size,
+            bytes_per_block=model.block_size * _BYTES_PER_SLOT,
+            layer_groups=(LayerGroup((0,), 1, 1, DataType.FLOAT32),),
+            used_block_count=self._state.used_block_count(),
+            weights_bytes=0,
+            kv_bytes=self._kv.nbytes,
+            workspace_bytes=0,
+            free_bytes=0,
+        )
+
+    def reset(self) -> None:
+        self._state.reset()
+        self._held = None
+
+    def forward(self, plan: StepPlan) -> StepResult:
+        started = self._clock()
+        self._state.apply(plan)
+        faults = tuple(self._provoke(plan))
+        rows, preferences = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint64)
+        latency = 0.0
+        if plan.scheduled.rows.size:
+            batch = prepare(plan, self._state)
+            self._kv.reshape(-1)[batch.slots] = _mix(batch.token_ids, batch.positions)
+            self._state.advance(plan.scheduled)
+            rows, preferences = batch.sampled_rows, self._preferences(batch)
+            latency = self._latency.of(batch)
+        faulty_rows = np.array([fault.row for fault in faults], dtype=np.int32)
+        if plan.sampling is SamplingMode.HOLD:
+            self._held = _Held(plan.epoch, rows, preferences, faulty_rows)
+            result = StepResult(plan.epoch, plan.step_id, faults=faults)
+        else:
+            sound = ~np.isin(rows, faulty_rows)
+            tokens = self._choose(preferences[sound])
+            result = self._sampled(plan.epoch, plan.step_id, rows[sound], tokens, faults)
+        remaining = started + latency - self._clock()
+        if latency > 0 and remaining > 0:
+            self._sleep(remaining)
+        return result
+
+    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
+        held = self._held
+        assert held is not None, "the facade samples held steps only"
+        tokens = self._choose(held.preferences)
+        sound = ~np.isin(held.rows, held.faulty_rows)
+        faults: list[RowFault] = []
+        if masks is not None:
+            indices = _mask_indices(masks, held.rows).tolist()
+            for index, bitmask in zip(indices, masks.bitmasks, strict=True):
+                token = self._first_allowed(int(tokens[index]), bitmask)
+                if token is not None:
+                    tokens[index] = token
+                elif sound[index]:
+                    sound[index] = False
+                    row = int(held.rows[index])
+                    faults.append(RowFault(row, RowFaultKind.EMPTY_MASK, "no token is allowed"))
+        self._held = None
+        rows, tokens = held.rows[sound], tokens[sound]
+        return self._sampled(held.epoch, step_id, rows, tokens, tuple(faults))
+
+    def _sampled(
+        self,
+        epoch: int,
+        step_id: int,
+        rows: IntColumn,
+        tokens: IntColumn,
+        faults: tuple[RowFault, ...],
+    ) -> StepResult:
+        self._state.record_sampled(rows, tokens, step_id)
+        return StepResult(epoch, step_id, rows, np.ones_like(rows), tokens, faults)
+
+    def _preferences(self, batch: InputBatch) -> _Words:
+        """uint64 [sampled rows]: a hash of each row's KV as its block table finds it."""
+        if not batch.sampled_rows.size:
+            return np.empty(0, dtype=np.uint64)
+        sampled = np.isin(batch.rows, batch.sampled_rows)
+        size = self._model.block_size
+        tables = batch.block_tables[sampled]
+        full, tail = np.divmod(batch.context_lengths[sampled], size)
+        block_indices = np.arange(tables.shape[1], dtype=np.int32)
+        whole = np.where(block_indices < full[:, None], tables, NULL_BLOCK)
+        weights = _position_weights(np.arange(tables.shape[1] * size, dtype=np.uint64))
+        kv = self._kv.take(whole, axis=0).reshape(len(whole), -1)
+        sums = kv @ weights
+        partial = np.flatnonzero(tail)
+        if partial.size:  # the block that is filled only up to `tail`
+            offsets = np.arange(size, dtype=np.int32)
+            blocks = self._kv[tables[partial, full[partial]]]
+            blocks = np.where(offsets < tail[partial, None], blocks, np.uint64(0))
+            positions = full[partial, None].astype(np.uint64) * np.uint64(size) + offsets.astype(
+                np.uint64
+            )
+            sums[partial] += (blocks * _position_weights(positions)).sum(axis=1, dtype=np.uint64)
+        rows = batch.sampled_rows
+        seeds = np.where(self._state.temperature[rows] > 0, self._state.seed[rows], np.uint64(0))
+        return _draw(sums, seeds, batch.sampled_positions.astype(np.uint64))
+
+    def _choose(self, preferences: _Words) -> IntColumn:
+        return (preferences % np.uint64(self._model.vocabulary_size)).astype(np.int32)
+
+    def _first_allowed(self, token: int, bitmask: npt.NDArray[np.uint32]) -> int | None:
+        """The first allowed token from `token` on, around the end of the vocabulary."""
+        words = np.ascontiguousarray(bitmask.astype("<u4", copy=False))
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        allowed = np.flatnonzero(bits[: self._model.vocabulary_size])
+        if not allowed.size:
+            return None
+        return int(allowed[np.searchsorted(allowed, token) % allowed.size])
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, sampling: SamplingParameters, vocabulary_size: int
+) -> list[int]:
+    """The `count` tokens a simulated worker samples after a prompt, whatever the batching."""
+    tokens = list(prompt)
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    for _ in range(count):
+        positions = np.arange(len(tokens), dtype=np.uint64)
+        kv = _mix(np.array(tokens, dtype=np.int32), positions.astype(np.int32))
+        total = (kv * _position_weights(positions)).sum(dtype=np.uint64, keepdims=True)
+        drawn = _draw(
+            total, np.array([seed], dtype=np.uint64), np.array([len(tokens)], dtype=np.uint64)
+        )
+        tokens.append(int(drawn[0] % np.uint64(vocabulary_size)))
+    return tokens[len(prompt) :]
+
+
+def _mix(token_ids: IntColumn, positions: IntColumn) -> _Words:
+    """What a token at a position leaves in the KV, uint64 [tokens]."""
+    return _scramble((token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64))
+
+
+def _position_weights(positions: _Words) -> _Words:
+    """Odd factors that tell the order of equal contents apart."""
+    return positions * np.uint64(2) + np.uint64(1)
+
+
+def _draw(sums: _Words, seeds: _Words, positions: _Words) -> _Words:
+    return _scramble(sums ^ _scramble(seeds ^ _scramble(positions)))
+
+
+def _scramble(values: _Words) -> _Words:
+    """SplitMix64's output function (Steele, Lea, Flood: Fast splittable pseudorandom numbers)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mask_indices(masks: GrammarMasks, rows: IntColumn) -> IntColumn:
+    """Where each masked row is among the held ones. Raises PlanInvalid for others and for twins."""
+    order = np.argsort(rows)
+    if np.unique(masks.rows).size != masks.rows.size:
+        raise PlanInvalid("grammar_masks.rows", "must be distinct")
+    if not np.isin(masks.rows, rows).all():
+        raise PlanInvalid("grammar_masks.rows", "must be rows that the held step samples")
+    return order[np.searchsorted(rows, masks.rows, sorter=order)].astype(np.int32)

@@ -1,0 +1,151 @@
+"""From settings to a runner: the real one, or the simulated. Runs on the device thread.
+
+torch is imported by what `build_runner` imports lazily, so a simulated worker never needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from twinplane import models
+from worker_service.config import WorkerConfig
+from worker_service.domain import DataType, Limits, Runner
+from worker_service.runner.options import RunnerOptions
+from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
+
+_DEFAULT_VOCABULARY_SIZE = 32_000
+_DEFAULT_LENGTH = 8_192
+
+
+class StartupError(Exception):
+    """The worker can't start with these settings; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What a simulated worker takes from a model's config.json."""
+
+    vocabulary_size: int
+    length: int
+    architecture: str
+
+
+def build_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
+    """The runner that the settings ask for.
+
+    Raises StartupError, twinplane.models.ModelError, or a LoadError of worker_service.weights.
+    """
+    if config.simulate:
+        return _build_simulated(config)
+    return _build_real(config, progress)
+
+
+def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
+    # Read when torch is imported. Its threads would else spin for milliseconds after an operation,
+    # on cores that the control plane needs: measured, steps then take five times as long.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    try:
+        from worker_service.runner import device_choice
+        from worker_service.runner.build import build_model_runner
+    except ModuleNotFoundError as error:
+        raise StartupError(
+            f"a worker with a model needs the module {error.name}: "
+            "pip install 'twinplane[worker]', or start with --simulate"
+        ) from error
+    progress("looking for the model")
+    folder = models.resolve(config.model)
+    device = device_choice.available_device() if config.device == "auto" else config.device
+    on_cpu = device == "cpu"
+    options = RunnerOptions(
+        model_folder=folder,
+        model_name=_model_name(config),
+        device=device,
+        data_type=None if config.dtype == "auto" else DataType(config.dtype),
+        block_size=config.block_size,
+        kv_cache_bytes=_or_else(
+            config.kv_cache_memory_bytes,
+            lambda: device_choice.default_kv_cache_bytes(device, folder),
+        ),
+        max_sequence_count=_or_else(config.max_num_seqs, lambda: 64 if on_cpu else 256),
+        max_step_token_count=_or_else(
+            config.max_num_batched_tokens, lambda: 512 if on_cpu else 8192
+        ),
+        max_sequence_token_count=config.max_model_len,
+        attention_backend=config.attention_backend,
+        thread_count=config.threads,
+        random_seed=config.seed,
+        progress=progress,
+    )
+    return build_model_runner(options)
+
+
+def _build_simulated(config: WorkerConfig) -> SimulatedRunner:
+    shape = _simulated_shape(config)
+    capacity = (config.simulate_block_count - 1) * config.block_size
+    length = _or_else(config.max_model_len, lambda: min(shape.length, capacity))
+    if length > capacity:
+        raise StartupError(
+            f"--max-model-len is {length}, "
+            f"but {config.simulate_block_count} blocks hold {capacity} "
+            "tokens: raise --simulate-block-count"
+        )
+    limits = Limits(
+        max_sequence_count=_or_else(config.max_num_seqs, lambda: 256),
+        max_step_token_count=_or_else(config.max_num_batched_tokens, lambda: 8192),
+        max_sequence_token_count=length,
+        max_prompt_token_count=length,
+    )
+    model = SimulatedModel(
+        name=_model_name(config),
+        vocabulary_size=shape.vocabulary_size,
+        limits=limits,
+        block_count=config.simulate_block_count,
+        block_size=config.block_size,
+        architecture=shape.architecture,
+        random_seed=config.seed,
+    )
+    latency = SimulatedLatency(
+        step=config.simulate_step_ms / 1e3,
+        token=config.simulate_token_us / 1e6,
+        row=config.simulate_row_us / 1e6,
+        kilotoken=config.simulate_kilotoken_us / 1e6,
+    )
+    return SimulatedRunner(model, latency)
+
+
+def _simulated_shape(config: WorkerConfig) -> _Shape:
+    """The model's, if it is here; the default model may be missing, another may not."""
+    if config.simulate_vocabulary_size is not None:
+        return _Shape(config.simulate_vocabulary_size, _DEFAULT_LENGTH, "Simulated")
+    try:
+        folder = models.resolve(config.model)
+    except models.ModelNotFound:
+        if config.model != models.DEFAULT_MODEL:
+            raise
+        return _Shape(_DEFAULT_VOCABULARY_SIZE, _DEFAULT_LENGTH, "Simulated")
+    return _read_shape(folder / "config.json")
+
+
+def _read_shape(path: Path) -> _Shape:
+    try:
+        values: dict[str, Any] = json.loads(path.read_bytes())
+        return _Shape(
+            vocabulary_size=int(values["vocab_size"]),
+            length=int(values.get("max_position_embeddings", _DEFAULT_LENGTH)),
+            architecture=str((values.get("architectures") or ["Simulated"])[0]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StartupError(f"{path} is no model configuration: {error!r}") from error
+
+
+def _model_name(config: WorkerConfig) -> str:
+    return config.served_model_name or config.model
+
+
+def _or_else(value: int | None, default: Callable[[], int]) -> int:
+    return default() if value is None else value
