@@ -46,9 +46,10 @@ def build_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
 
 
 def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
-    # Read when torch is imported. Its threads would else spin for milliseconds after an operation,
-    # on cores that the control plane needs: measured, steps then take five times as long.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Read when torch is imported. Its threads else spin for milliseconds after each operation, on
+    # cores that the control plane needs too. Measured on two cores: with so many turns a step costs
+    # the same when the cores are ours alone, and a fraction when they are shared.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         from worker_service.runner import device_choice
         from worker_service.runner.build import build_model_runner

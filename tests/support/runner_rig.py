@@ -65,7 +65,7 @@ class _Row:
 
 @dataclass(slots=True, eq=False)
 class RunnerRig:
-    """One epoch of a runner. Blocks are handed out from a shuffled list, so tables are no ranges."""
+    """One epoch of a runner. Blocks are handed out shuffled, so tables are no ranges."""
 
     runner: ModelRunner
     rows: dict[int, _Row] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class RunnerRig:
         blocks: Sequence[int] = (),
         computed: int = 0,
     ) -> None:
-        """The next step adds the row; `blocks` are those it starts with, `computed` a prefix hit."""
+        """The next step adds the row, with `blocks` whose first `computed` tokens are a hit."""
         self.rows[row] = _Row(list(tokens), sampling, list(blocks), computed, len(tokens))
 
     def remove(self, row: int) -> None:
@@ -95,9 +95,7 @@ class RunnerRig:
         self.removed.append(row)
         self.free = self.rows.pop(row).blocks + self.free
 
-    def plan(
-        self, counts: Mapping[int, int], mode: SamplingMode = SamplingMode.INLINE
-    ) -> StepPlan:
+    def plan(self, counts: Mapping[int, int], mode: SamplingMode = SamplingMode.INLINE) -> StepPlan:
         """Schedules `counts` tokens of each row; rows are entered and given blocks as needed."""
         self.step_id += 1
         size = self.runner.memory_pool().block_token_count

@@ -107,6 +107,7 @@ class RequestState:
     def _check(self, plan: StepPlan) -> None:
         active = self._check_removed(plan)
         self._check_added(plan, active)
+        self._check_columns(plan.scheduled)
         if plan.scheduled.rows.size:
             self._check_scheduled(plan, active)
 
@@ -147,11 +148,8 @@ class RequestState:
                 raise PlanMismatch(f"added row {sequence.row} is taken")
             active[sequence.row] = True
 
-    def _check_scheduled(self, plan: StepPlan, active: BoolColumn) -> None:
-        scheduled = plan.scheduled
-        rows, counts = scheduled.rows, scheduled.token_counts
-        path = "plan.scheduled"
-        self._require_distinct_rows(f"{path}.rows", rows)
+    def _check_columns(self, scheduled: ScheduledRows) -> None:
+        path, rows = "plan.scheduled", scheduled.rows
         columns = ("start_positions", "token_counts", "source_step_distances",
                    "literal_token_counts", "appended_block_counts")  # fmt: skip
         for name in columns:
@@ -160,6 +158,19 @@ class RequestState:
                 raise PlanInvalid(f"{path}.{name}", f"{column.size} entries for {rows.size} rows")
             if (column < 0).any():
                 raise PlanInvalid(f"{path}.{name}", "negative or too large")
+        if int(scheduled.literal_token_counts.sum(dtype=np.int64)) != scheduled.literal_tokens.size:
+            raise PlanInvalid(f"{path}.literal_tokens", "does not match literal_token_counts")
+        if (
+            int(scheduled.appended_block_counts.sum(dtype=np.int64))
+            != scheduled.appended_blocks.size
+        ):
+            raise PlanInvalid(f"{path}.appended_blocks", "does not match appended_block_counts")
+
+    def _check_scheduled(self, plan: StepPlan, active: BoolColumn) -> None:
+        scheduled = plan.scheduled
+        rows, counts = scheduled.rows, scheduled.token_counts
+        path = "plan.scheduled"
+        self._require_distinct_rows(f"{path}.rows", rows)
         if (counts == 0).any():
             raise PlanInvalid(f"{path}.token_counts", "a scheduled row computes at least one token")
         total = int(counts.sum(dtype=np.int64))
@@ -171,14 +182,7 @@ class RequestState:
         literal_counts = scheduled.literal_token_counts
         if ((literal_counts != 0) & (literal_counts != counts)).any():
             raise PlanInvalid(f"{path}.literal_token_counts", "must be 0 or the row's token count")
-        if int(literal_counts.sum(dtype=np.int64)) != scheduled.literal_tokens.size:
-            raise PlanInvalid(f"{path}.literal_tokens", "does not match literal_token_counts")
         self._require_tokens(f"{path}.literal_tokens", scheduled.literal_tokens)
-        if (
-            int(scheduled.appended_block_counts.sum(dtype=np.int64))
-            != scheduled.appended_blocks.size
-        ):
-            raise PlanInvalid(f"{path}.appended_blocks", "does not match appended_block_counts")
         self._require_blocks(f"{path}.appended_blocks", scheduled.appended_blocks)
         if ((literal_counts != 0) & (scheduled.source_step_distances != 0)).any():
             raise PlanInvalid(
@@ -213,7 +217,8 @@ class RequestState:
                 f"row {row} starts at {_first(starts[wrong])}, "
                 f"its computed count is {computed[row]}"
             )
-        distances = scheduled.source_step_distances
+        # Step ids outgrow int32 in a long life.
+        distances = scheduled.source_step_distances.astype(np.int64)
         from_step = distances > 0
         wrong = from_step & (sampled[rows] != plan.step_id - distances)
         if wrong.any():
@@ -278,7 +283,8 @@ class RequestState:
         self.block_counts[row] = sequence.block_ids.size
         self.sampled_steps[row] = 0
         self.temperature[row] = sequence.sampling.temperature
-        self.top_k[row] = sequence.sampling.top_k
+        # A larger top_k keeps every token, and may not fit the column.
+        self.top_k[row] = min(sequence.sampling.top_k, self.vocabulary_size)
         self.top_p[row] = sequence.sampling.top_p
         self.min_p[row] = sequence.sampling.min_p
         self.seed[row] = sequence.sampling.seed

@@ -1,0 +1,365 @@
+"""The runner on small random models: every way of scheduling gives the same tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support import runner_rig, tiny_llama
+from tests.support.runner_rig import GREEDY, RunnerRig, column, generate
+from tests.support.tiny_llama import MAX_LENGTH, VOCABULARY
+from worker_service.domain import (
+    DataType,
+    DeviceKind,
+    Feature,
+    GrammarMasks,
+    PlanInvalid,
+    PlanMismatch,
+    RowFaultKind,
+    SamplingMode,
+    SamplingParameters,
+)
+from worker_service.runner.model_runner import ModelRunner
+from worker_service.weights.errors import BackendUnavailable, LoadError, MemoryBudgetTooSmall
+
+RNG = np.random.default_rng(17)
+PROMPTS = [RNG.integers(0, VOCABULARY, length).tolist() for length in (30, 1, 7, 64, 16, 3)]
+SAMPLED = [
+    SamplingParameters(1.0, 0, 1.0, 0.0, 2**64 - 1),
+    SamplingParameters(0.0, 0, 1.0, 0.0, 1),
+    SamplingParameters(0.8, 20, 1.0, 0.0, 2),
+    SamplingParameters(1.2, 0, 0.9, 0.0, 3),
+    SamplingParameters(0.9, 50, 0.8, 0.05, 4),
+    SamplingParameters(1.5, 0, 1.0, 0.1, 5),
+]
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_llama.save(tiny_llama.llama(), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def runner(folder: Path) -> ModelRunner:
+    return runner_rig.build(folder)
+
+
+def test_greedy_tokens_equal_transformers(runner: ModelRunner) -> None:
+    reference = tiny_llama.llama()
+    for prompt, output in zip(PROMPTS, generate(runner, PROMPTS, COUNT), strict=True):
+        tokens = list(prompt)
+        for token in output:
+            logits = tiny_llama.reference_logits(reference, tokens)[-1]
+            highest, second = logits.topk(2).values.tolist()
+            if highest - second > 1e-3:
+                assert token == int(logits.argmax())
+            tokens.append(token)
+
+
+@pytest.mark.parametrize("sampling", [[GREEDY] * len(PROMPTS), SAMPLED], ids=["greedy", "sampled"])
+def test_company_and_chunks_change_no_token(
+    runner: ModelRunner, sampling: list[SamplingParameters]
+) -> None:
+    expected = [
+        generate(runner, [prompt], COUNT, [own])[0]
+        for prompt, own in zip(PROMPTS, sampling, strict=True)
+    ]
+    for chunk, lag in ((1 << 20, 0), (16, 0), (5, 2), (1, 1), (1 << 20, 3)):
+        assert generate(runner, PROMPTS, COUNT, sampling, chunk, lag) == expected
+
+
+def test_the_reference_backend_gives_the_same_tokens(runner: ModelRunner, folder: Path) -> None:
+    reference = runner_rig.build(folder, attention_backend="reference", block_size=8)
+    assert reference.capability().attention_backend == "reference"
+    assert generate(reference, PROMPTS, 6, chunk=9) == generate(runner, PROMPTS, 6)
+
+
+def test_another_seed_gives_other_tokens(runner: ModelRunner) -> None:
+    def with_seed(seed: int) -> list[list[int]]:
+        return generate(runner, PROMPTS[:1], COUNT, [SamplingParameters(1.0, 0, 1.0, 0.0, seed)])
+
+    assert with_seed(1) == with_seed(1)
+    assert with_seed(1) != with_seed(2)
+
+
+def test_a_resumed_sequence_goes_on_as_if_nothing_had_happened(runner: ModelRunner) -> None:
+    """The token log alone suffices: preempted, its blocks given away, added whole again."""
+    sampling = SAMPLED[0]
+    expected = generate(runner, PROMPTS[:1], COUNT, [sampling])[0]
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0], sampling)
+    for _ in range(5):
+        rig.step({0: rig.remaining(0)})
+    log = rig.rows[0].tokens
+    rig.remove(0)
+    rig.add(3, PROMPTS[3])
+    rig.step({3: 64})
+    rig.add(1, log, sampling)
+    while len(rig.rows[1].tokens) < len(PROMPTS[0]) + COUNT:
+        rig.step({1: rig.remaining(1)})
+    assert rig.rows[1].tokens == PROMPTS[0] + expected
+
+
+def test_a_cached_prefix_is_not_computed_again(runner: ModelRunner) -> None:
+    expected = generate(runner, PROMPTS[:1], COUNT)[0]
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    rig.step({0: 30})
+    shared = rig.rows[0].blocks[:7]  # 28 of the 30 tokens
+    rig.add(1, PROMPTS[0], blocks=shared, computed=28)
+    rig.step({0: 1, 1: 2})
+    for _ in range(COUNT - 1):
+        rig.step({0: 1, 1: 1})
+    assert rig.rows[1].tokens == PROMPTS[0] + expected
+    assert rig.rows[0].tokens[: 30 + COUNT] == PROMPTS[0] + expected
+
+
+def test_holding_and_sampling_equals_inline(runner: ModelRunner) -> None:
+    expected = generate(runner, PROMPTS, COUNT, SAMPLED)
+    rig = RunnerRig(runner)
+    for row, prompt in enumerate(PROMPTS):
+        rig.add(row, prompt, SAMPLED[row])
+    for _ in range(COUNT):
+        held = rig.step({row: rig.remaining(row) for row in range(len(PROMPTS))}, SamplingMode.HOLD)
+        assert (held.step_id, held.rows.size, held.tokens.size) == (rig.step_id, 0, 0)
+        rig.take(runner.sample(rig.step_id, None))
+    for row, prompt in enumerate(PROMPTS):
+        assert rig.rows[row].tokens == prompt + expected[row]
+
+
+def test_masks_restrict_their_rows(runner: ModelRunner) -> None:
+    rig = RunnerRig(runner)
+    for row in range(3):
+        rig.add(row, PROMPTS[row])
+    free = rig.step({0: 30, 1: 1, 2: 7})
+    rig = RunnerRig(runner)
+    for row in range(3):
+        rig.add(row, PROMPTS[row])
+    rig.step({0: 30, 1: 1, 2: 7}, SamplingMode.HOLD)
+    bitmasks = np.zeros((2, -(-VOCABULARY // 32)), dtype=np.uint32)
+    bitmasks[0, 130 // 32] = 1 << 130 % 32
+    result = runner.sample(rig.step_id, GrammarMasks(column([2, 0]), bitmasks))
+    assert result.rows.tolist() == [1, 2]
+    assert result.tokens.tolist() == [free.tokens[1], 130]
+    assert result.token_counts.tolist() == [1, 1]
+    assert [(fault.row, fault.kind) for fault in result.faults] == [(0, RowFaultKind.EMPTY_MASK)]
+
+
+def test_masks_that_do_not_fit_are_refused_and_the_step_stays_held(runner: ModelRunner) -> None:
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    rig.add(2, PROMPTS[2])
+    rig.step({0: 30, 2: 3}, SamplingMode.HOLD)  # row 2 does not reach its end: it is not sampled
+    words = -(-VOCABULARY // 32)
+    for rows, width, field in (
+        ([2], words, "grammar_masks.rows"),
+        ([0, 0], words, "grammar_masks.rows"),
+        ([9], words, "grammar_masks.rows"),
+        ([0], words + 1, "grammar_masks.bitmasks"),
+        ([0], words - 1, "grammar_masks.bitmasks"),
+    ):
+        bitmasks = np.full((len(rows), width), 0xFFFFFFFF, dtype=np.uint32)
+        with pytest.raises(PlanInvalid) as raised:
+            runner.sample(rig.step_id, GrammarMasks(column(rows), bitmasks))
+        assert raised.value.field_path == field
+    assert runner.sample(rig.step_id, None).rows.tolist() == [0]
+
+
+def test_unsampled_steps_compute_the_kv_only(runner: ModelRunner) -> None:
+    expected = generate(runner, PROMPTS[:1], 1)[0]
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    assert rig.step({0: 29}, SamplingMode.NONE).rows.size == 0
+    assert rig.step({0: 1}).tokens.tolist() == expected
+
+
+def test_a_step_may_only_remove(runner: ModelRunner) -> None:
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    rig.step({0: 30})
+    assert runner.memory_pool().used_block_count == 8
+    rig.remove(0)
+    result = rig.step({})
+    assert (result.step_id, result.rows.size) == (2, 0)
+    assert runner.memory_pool().used_block_count == 0
+
+
+def test_an_empty_held_step_is_sampled_like_any(runner: ModelRunner) -> None:
+    rig = RunnerRig(runner)
+    rig.step({}, SamplingMode.HOLD)
+    assert runner.sample(rig.step_id, None).tokens.size == 0
+
+
+def test_a_refused_plan_changes_nothing(runner: ModelRunner) -> None:
+    expected = generate(runner, PROMPTS[:1], 3)[0]
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    plan = rig.plan({0: 30})
+    wrong = replace(plan, scheduled=replace(plan.scheduled, start_positions=column([1])))
+    with pytest.raises(PlanMismatch):
+        runner.forward(wrong)
+    assert runner.memory_pool().used_block_count == 0
+    rig.take(runner.forward(plan))
+    rig.rows[0].computed = 30
+    for _ in range(2):
+        rig.step({0: 1})
+    assert rig.rows[0].tokens == PROMPTS[0] + expected
+
+
+def test_reset_forgets_rows_and_the_held_step(runner: ModelRunner) -> None:
+    expected = generate(runner, PROMPTS[:1], 2)
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[3])
+    rig.step({0: 64}, SamplingMode.HOLD)
+    runner.reset()
+    assert runner.memory_pool().used_block_count == 0
+    assert generate(runner, PROMPTS[:1], 2) == expected
+
+
+POISON = 99  # a token whose embedding is not a number
+
+
+@pytest.fixture(scope="module")
+def poisoned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    copy = tmp_path_factory.mktemp("poisoned")
+    (copy / "config.json").write_bytes((folder / "config.json").read_bytes())
+    weights = load_file(folder / "model.safetensors")
+    weights["model.embed_tokens.weight"][POISON] = math.nan
+    save_file(weights, copy / "model.safetensors")
+    return runner_rig.build(copy)
+
+
+@pytest.mark.parametrize("chunk", [1 << 20, 2])
+def test_invalid_logits_fault_their_row_and_nobody_else(poisoned: ModelRunner, chunk: int) -> None:
+    """Not the rows beside it, not those that take its blocks next; chunks do not hide it."""
+    safe = [[token for token in prompt if token != POISON] for prompt in PROMPTS[:3]]
+    expected = [generate(poisoned, [prompt], 2)[0] for prompt in safe]
+    rig = RunnerRig(poisoned)
+    rig.add(0, [POISON, 1, 2, 3, 4, 5])
+    for row, prompt in enumerate(safe, start=1):
+        rig.add(row, prompt)
+    faults = []
+    while rig.remaining(0):
+        counts = {row: min(chunk, rig.remaining(row)) for row in rig.rows if rig.remaining(row)}
+        faults += rig.step(counts).faults
+    assert [(fault.row, fault.kind) for fault in faults] == [(0, RowFaultKind.INVALID_LOGITS)]
+    rig.remove(0)
+    rig.add(4, safe[0])  # into the blocks that row 0 leaves full of NaN
+    while (
+        any(len(rig.rows[row].tokens) < len(safe[row - 1]) + 2 for row in (1, 2, 3))
+        or len(rig.rows[4].tokens) < len(safe[0]) + 2
+    ):
+        counts = {row: min(chunk, rig.remaining(row)) for row in rig.rows}
+        assert not rig.step(counts).faults
+    for row in (1, 2, 3):
+        assert rig.rows[row].tokens[: len(safe[row - 1]) + 2] == safe[row - 1] + expected[row - 1]
+    assert rig.rows[4].tokens[: len(safe[0]) + 2] == safe[0] + expected[0]
+
+
+def test_capability_and_pool_are_true(folder: Path, runner: ModelRunner) -> None:
+    capability, pool = runner.capability(), runner.memory_pool()
+    assert capability.device.kind is DeviceKind.CPU
+    assert capability.device.name
+    assert capability.model.architecture == "LlamaForCausalLM"
+    assert capability.model.vocabulary_size == VOCABULARY
+    assert capability.model.data_type is DataType.FLOAT32
+    assert capability.weight_version.generation == 1
+    assert len(capability.weight_version.digest) == 64
+    assert capability.limits.max_sequence_token_count == MAX_LENGTH
+    assert Feature.HELD_SAMPLING in capability.features
+    # 3 layers · keys and values · 2 heads · 8 numbers · 4 bytes · 4 tokens
+    assert pool.bytes_per_block == 3 * 2 * 2 * 8 * 4 * 4
+    assert pool.block_count == (4 << 20) // pool.bytes_per_block
+    assert pool.kv_bytes == pool.block_count * pool.bytes_per_block
+    assert pool.layer_groups[0].layer_indices == (0, 1, 2)
+    stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
+    table = 2 * MAX_LENGTH * 4 * 4
+    assert pool.weights_bytes == stored + table
+    assert pool.workspace_bytes > 0
+    assert pool.free_bytes > 0
+
+
+def test_windows_are_layer_groups(tmp_path: Path) -> None:
+    model = tiny_llama.qwen2(use_sliding_window=True, sliding_window=9, max_window_layers=2)
+    runner = runner_rig.build(tiny_llama.save(model, tmp_path))
+    groups = runner.memory_pool().layer_groups
+    assert [(group.layer_indices, group.window_token_count) for group in groups] == [
+        ((0, 1), None),
+        ((2,), 9),
+    ]
+    together = generate(runner, PROMPTS, COUNT, SAMPLED, chunk=11)
+    assert together == [
+        generate(runner, [prompt], COUNT, [sampling])[0]
+        for prompt, sampling in zip(PROMPTS, SAMPLED, strict=True)
+    ]
+
+
+def test_half_precision_stays_near_single(folder: Path, runner: ModelRunner) -> None:
+    half = runner_rig.build(folder, data_type=DataType.BFLOAT16)
+    assert half.capability().model.data_type is DataType.BFLOAT16
+    assert half.memory_pool().bytes_per_block * 2 == runner.memory_pool().bytes_per_block
+    first = [tokens[0] for tokens in generate(half, PROMPTS, 1)]
+    exact = [tokens[0] for tokens in generate(runner, PROMPTS, 1)]
+    assert sum(a == b for a, b in zip(first, exact, strict=True)) >= len(PROMPTS) - 1
+
+
+def test_a_small_pool_shortens_sequences_and_says_so(folder: Path) -> None:
+    lines: list[str] = []
+    runner = runner_rig.build(folder, kv_cache_bytes=11 * 1536, progress=lines.append)
+    assert runner.memory_pool().block_count == 11
+    assert runner.capability().limits.max_sequence_token_count == 40
+    assert any("limited to 40 tokens" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        ({"kv_cache_bytes": 3000}, MemoryBudgetTooSmall, "at least 3072, two blocks of 1536"),
+        (
+            {"kv_cache_bytes": 11 * 1536, "max_sequence_token_count": 41},
+            MemoryBudgetTooSmall,
+            "holds 40 tokens",
+        ),
+        ({"max_sequence_token_count": MAX_LENGTH + 1}, LoadError, f"takes {MAX_LENGTH}"),
+        ({"attention_backend": "quantum"}, BackendUnavailable, "there are: torch, reference"),
+        ({"device": "cuda:7"}, LoadError, "is not here"),
+        ({"device": "abacus"}, LoadError, "use cpu or cuda"),
+        ({"device": "meta"}, LoadError, "use cpu or cuda"),
+    ],
+)
+def test_options_that_cannot_be_met_say_why(
+    folder: Path, changes: dict[str, Any], error: type[LoadError], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        runner_rig.build(folder, **changes)
+
+
+def test_the_map_is_closed_after_loading(folder: Path, runner: ModelRunner) -> None:
+    """Weights are copies: the folder may be replaced while the worker runs."""
+    del runner
+    maps = Path("/proc/self/maps")
+    if maps.is_file():
+        assert str(folder / "model.safetensors") not in maps.read_text()
+
+
+@pytest.mark.parametrize(
+    "build", [tiny_llama.llama, lambda: tiny_llama.llama(tie_word_embeddings=True)]
+)
+def test_step_results_hold_plain_host_columns(build: Callable[[], Any], tmp_path: Path) -> None:
+    runner = runner_rig.build(tiny_llama.save(build(), tmp_path))
+    rig = RunnerRig(runner)
+    rig.add(5, PROMPTS[2])
+    result = rig.step({5: 7})
+    for values in (result.rows, result.token_counts, result.tokens):
+        assert values.dtype == np.int32
+    assert result.rows.tolist() == [5]
+    assert not torch.is_inference_mode_enabled()

@@ -1,0 +1,96 @@
+"""What an attention backend is: paged causal attention over rows of any query length.
+
+Everything is "extend": a decoding row has one query token, a prompt's chunk many. A backend
+answers `probe` before it is built, plans once per step for all layers, then writes each layer's KV
+and attends. Batch composition comes as host columns so that planning never waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker_service.domain import IntColumn
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Fixed facts of a model's attention on one device.
+
+    `scale` multiplies query · key; `layer_windows` as in ModelConfig; `max_length` bounds a row's
+    context in tokens.
+    """
+
+    head_count: int
+    kv_head_count: int
+    head_dim: int
+    scale: float
+    layer_windows: tuple[int | None, ...]
+    block_size: int
+    max_length: int
+    data_type: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """One layer's KV: `keys`, `values` [blocks, block_size, kv_heads, head_dim].
+
+    Every slot is finite, also those no row has written: masked positions are still multiplied.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionBatch:
+    """One step's rows, int32 on the host.
+
+    `query_lengths` [R], at least 1; `query_starts` [R + 1]; `context_lengths` [R], the queries
+    included; `block_tables` [R, blocks of the longest context], padded with the null block;
+    `slots` [T], where each token's KV goes: block · block_size + offset.
+    """
+
+    query_lengths: IntColumn
+    query_starts: IntColumn
+    context_lengths: IntColumn
+    block_tables: IntColumn
+    slots: IntColumn
+
+
+class StepAttention(Protocol):
+    """A planned step. Used once per layer, in the order write_kv, forward."""
+
+    def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Stores keys and values [tokens, kv_heads, head_dim] into the step's slots."""
+        ...
+
+    def forward(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Attends queries [tokens, heads, head_dim] → new [tokens, heads, head_dim]."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Plans steps over the caches it was built with."""
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of the buffers it keeps between steps."""
+        ...
+
+    def plan(self, batch: AttentionBatch) -> StepAttention:
+        """Prepares one step for all layers. The result is valid until the next plan."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class BackendType:
+    """A backend that could be chosen. `probe` says why it cannot run, None when it can."""
+
+    name: str
+    probe: Callable[[AttentionConfig], str | None]
+    build: Callable[[AttentionConfig, tuple[LayerCache, ...]], AttentionBackend]

@@ -1,0 +1,40 @@
+"""Which attention backend runs: the first in order that can, or the one that was named."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from worker_service.attention.interface import AttentionConfig, BackendType
+from worker_service.attention.reference import REFERENCE
+from worker_service.attention.torch_backend import TORCH
+from worker_service.logs import fields
+from worker_service.weights.errors import BackendUnavailable
+
+_logger = logging.getLogger(__name__)
+
+BACKENDS: tuple[BackendType, ...] = (TORCH, REFERENCE)
+
+
+def select_backend(
+    config: AttentionConfig, name: str | None, candidates: Sequence[BackendType] = BACKENDS
+) -> BackendType:
+    """The backend `name`, or with None the first candidate whose probe finds nothing against it.
+
+    Every refusal is logged with its reason. Raises BackendUnavailable when none is left.
+    """
+    considered = [kind for kind in candidates if name is None or kind.name == name]
+    if not considered:
+        known = ", ".join(kind.name for kind in candidates)
+        raise BackendUnavailable(f"there is no attention backend {name!r}; there are: {known}")
+    refusals = []
+    for kind in considered:
+        reason = kind.probe(config)
+        if reason is None:
+            _logger.info("attention backend chosen", extra=fields(backend=kind.name))
+            return kind
+        _logger.warning(
+            "attention backend refused", extra=fields(backend=kind.name, refusal=reason)
+        )
+        refusals.append(f"{kind.name}: {reason}")
+    raise BackendUnavailable(f"no attention backend can run here ({'; '.join(refusals)})")

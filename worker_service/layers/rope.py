@@ -1,0 +1,176 @@
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and its scaling variants.
+
+The frequencies are those that transformers computes (`transformers/modeling_rope_utils.py`); the
+angles of every position are tabulated once, so a step only gathers rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Unscaled:
+    """Plain RoPE."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearScaling:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicScaling:
+    """NTK-aware: past `original_length` the base grows with the position.
+
+    transformers rotates every position of one call by the base of the call's longest. A table
+    cannot depend on the batch, so each position here takes the base of the sequence that ends with
+    it: the same as transformers up to `original_length`, and when it decodes token by token.
+    """
+
+    factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071). `attention_factor` multiplies cos and sin."""
+
+    factor: float
+    original_length: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+
+RopeScaling = Unscaled | LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """`theta` is the base of the wavelengths; `head_dim` is even and rotated whole."""
+
+    theta: float
+    head_dim: int
+    scaling: RopeScaling
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTable:
+    """`cos`, `sin` [positions, head_dim / 2], attention scaling included."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @property
+    def byte_count(self) -> int:
+        return self.cos.nbytes + self.sin.nbytes
+
+    def gather(self, positions: torch.Tensor) -> RopeTable:
+        """Rows for `positions` int [tokens], shaped [tokens, 1, head_dim / 2] for all heads."""
+        return RopeTable(
+            self.cos.index_select(0, positions).unsqueeze(1),
+            self.sin.index_select(0, positions).unsqueeze(1),
+        )
+
+
+def build_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> RopeTable:
+    """The table of positions 0 … length - 1; angles are computed in float32."""
+    positions = torch.arange(length, dtype=torch.float32).unsqueeze(1)
+    angles = positions * _inverse_frequencies(rope, length)
+    scale = rope.scaling.attention_factor if isinstance(rope.scaling, YarnScaling) else 1.0
+    return RopeTable(
+        (angles.cos() * scale).to(device=device, dtype=dtype),
+        (angles.sin() * scale).to(device=device, dtype=dtype),
+    )
+
+
+def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
+    """Rotates x [tokens, heads, head_dim] by gathered rows; pairs are (i, i + head_dim / 2)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    first, second = x.chunk(2, dim=-1)
+    out_first, out_second = out.chunk(2, dim=-1)
+    torch.mul(first, table.cos, out=out_first).addcmul_(second, table.sin, value=-1)
+    torch.mul(second, table.cos, out=out_second).addcmul_(first, table.sin)
+    return out
+
+
+def _inverse_frequencies(rope: Rope, length: int) -> torch.Tensor:
+    """float32 [1 or length, head_dim / 2]: radians per position."""
+    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    plain = (1.0 / rope.theta**exponents).unsqueeze(0)
+    match rope.scaling:
+        case Unscaled():
+            return plain
+        case LinearScaling(factor=factor):
+            return plain / factor
+        case DynamicScaling() as scaling:
+            return _dynamic(rope, scaling, exponents, length)
+        case Llama3Scaling() as scaling:
+            return _llama3(scaling, plain)
+        case YarnScaling() as scaling:
+            return _yarn(rope, scaling, exponents)
+        case _:
+            assert_never(rope.scaling)
+
+
+def _dynamic(
+    rope: Rope, scaling: DynamicScaling, exponents: torch.Tensor, length: int
+) -> torch.Tensor:
+    lengths = torch.arange(1, length + 1, dtype=torch.float64).clamp_(min=scaling.original_length)
+    growth = scaling.factor * lengths / scaling.original_length - (scaling.factor - 1)
+    bases = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+    return (1.0 / bases.unsqueeze(1) ** exponents.double()).float()
+
+
+def _llama3(scaling: Llama3Scaling, plain: torch.Tensor) -> torch.Tensor:
+    wavelengths = 2 * math.pi / plain
+    low = scaling.original_length / scaling.low_frequency_factor
+    high = scaling.original_length / scaling.high_frequency_factor
+    stretched = plain / scaling.factor
+    blend = (scaling.original_length / wavelengths - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    blended = (1 - blend) * stretched + blend * plain
+    result = torch.where(wavelengths > low, stretched, plain)
+    between = (wavelengths >= high) & (wavelengths <= low)
+    return torch.where(between, blended, result)
+
+
+def _yarn(rope: Rope, scaling: YarnScaling, exponents: torch.Tensor) -> torch.Tensor:
+    def dimension(rotations: float) -> float:
+        """The dimension that turns `rotations` times over the original length."""
+        return (
+            rope.head_dim
+            * math.log(scaling.original_length / (rotations * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    if low == high:
+        high += 0.001  # as the reference does: no division by zero
+    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    stretched_share = ramp.clamp(0, 1)
+    wavelengths = rope.theta**exponents
+    stretched, kept = 1.0 / (scaling.factor * wavelengths), 1.0 / wavelengths
+    return (stretched * stretched_share + kept * (1 - stretched_share)).unsqueeze(0)

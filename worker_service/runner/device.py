@@ -1,0 +1,57 @@
+"""What a device is called and how much memory it has left."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from worker_service.domain import Device, DeviceKind
+from worker_service.weights.errors import LoadError
+
+
+def open_device(name: str) -> torch.device:
+    """The torch device of a name: cpu, cuda or cuda:N. Raises LoadError for what is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise LoadError(f"there is no device {name!r}; use cpu or cuda") from error
+    match device.type:
+        case "cpu":
+            return torch.device("cpu")
+        case "cuda":
+            index = device.index or 0
+            if index >= torch.cuda.device_count():
+                raise LoadError(
+                    f"device {name!r} is not here: torch {torch.__version__} sees "
+                    f"{torch.cuda.device_count()} CUDA devices; use cpu, or install torch for CUDA"
+                )
+            return torch.device("cuda", index)
+        case _:
+            raise LoadError(f"device {name!r} is not supported; use cpu or cuda")
+
+
+def describe(device: torch.device) -> Device:
+    """The device as the contract names it."""
+    if device.type == "cuda":
+        index = device.index or 0
+        return Device(DeviceKind.CUDA, torch.cuda.get_device_name(index), index)
+    return Device(DeviceKind.CPU, _processor_name())
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory nobody uses: the GPU's, or the host's free pages."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _processor_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,242 @@
+"""The real runner: a plan in, tokens out. Only what all models share.
+
+It joins collaborators and has no policy of its own: RequestState keeps the rows, InputBatch makes
+a step's inputs, the model runs them, the sampler draws.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from worker_service.attention.interface import AttentionBackend, AttentionBatch
+from worker_service.domain import (
+    Capability,
+    GrammarMasks,
+    IntColumn,
+    MemoryPool,
+    PlanInvalid,
+    RowFault,
+    RowFaultKind,
+    SamplingMode,
+    StepPlan,
+    StepResult,
+)
+from worker_service.model.interface import Model
+from worker_service.runner.device import free_bytes
+from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.request_state import RequestState
+from worker_service.sampling.sampler import MaskBatch, SamplingBatch, sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _PendingLogits:
+    """Logits [S, vocabulary] of a step that is not sampled yet, and its `rows` and the new tokens'
+    `positions`, int32 [S]."""
+
+    epoch: int
+    step_id: int
+    logits: torch.Tensor
+    rows: IntColumn
+    positions: IntColumn
+
+
+class ModelRunner:
+    """domain.Runner on a device. Not thread-safe but for `capability`: one thread owns it."""
+
+    def __init__(
+        self,
+        capability: Capability,
+        model: Model,
+        cache: KVCache,
+        backend: AttentionBackend,
+        device: torch.device,
+    ) -> None:
+        self._capability = capability
+        self._model = model
+        self._cache = cache
+        self._backend = backend
+        self._device = device
+        self._state = RequestState(
+            capability.limits, cache.block_count, cache.block_size, model.config.vocabulary_size
+        )
+        self._held: _PendingLogits | None = None
+
+    def capability(self) -> Capability:
+        return self._capability
+
+    def memory_pool(self) -> MemoryPool:
+        return MemoryPool(
+            block_count=self._cache.block_count,
+            block_token_count=self._cache.block_size,
+            bytes_per_block=self._cache.bytes_per_block,
+            layer_groups=self._cache.layer_groups,
+            used_block_count=self._state.used_block_count(),
+            weights_bytes=self._model.weights_bytes,
+            kv_bytes=self._cache.byte_count,
+            workspace_bytes=self._backend.workspace_bytes,
+            free_bytes=free_bytes(self._device),
+        )
+
+    def reset(self) -> None:
+        self._state.reset()
+        self._held = None
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan) -> StepResult:
+        assert self._held is None, "the facade samples a held step before the next plan"
+        self._state.apply(plan)
+        self._cache.clear_taken(plan)
+        pending = self._compute(plan)
+        match plan.sampling:
+            case SamplingMode.INLINE:
+                return self._sample(pending, None)
+            case SamplingMode.HOLD:
+                self._held = pending
+            case SamplingMode.NONE:
+                pass
+        return StepResult(plan.epoch, plan.step_id)
+
+    @torch.inference_mode()
+    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
+        held = self._held
+        assert held is not None and held.step_id == step_id, "the facade samples held steps only"
+        checked = None if masks is None else self._check_masks(masks, held.rows)
+        self._held = None
+        return self._sample(held, checked)
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """Runs a decoding and an extending step over the null block, and the sampler.
+
+        The first request then meets kernels that are made and buffers that are there.
+        """
+        limits = self._capability.limits
+        rows = min(8, limits.max_sequence_count, limits.max_step_token_count)
+        longest = min(
+            self._cache.block_size, limits.max_step_token_count, limits.max_sequence_token_count
+        )
+        for row_count, length in ((1, 1), (rows, 1), (1, longest)):
+            logits = self._execute(_warm_up_batch(row_count, length))
+            zeros = np.zeros(row_count, dtype=np.int32)
+            ones = np.ones(row_count, dtype=np.float32)
+            sample(
+                logits,
+                SamplingBatch(ones, zeros, ones, 0 * ones, zeros.astype(np.uint64), zeros),
+                None,
+            )
+        self._cache.clear_null_block()
+
+    def _compute(self, plan: StepPlan) -> _PendingLogits:
+        """Runs an applied plan."""
+        none = np.empty(0, dtype=np.int32)
+        if not plan.scheduled.rows.size:
+            logits = torch.empty((0, self._model.config.vocabulary_size), device=self._device)
+            return _PendingLogits(plan.epoch, plan.step_id, logits, none, none)
+        batch = prepare(plan, self._state)
+        logits = self._execute(batch)
+        self._state.advance(plan.scheduled)
+        return _PendingLogits(
+            plan.epoch, plan.step_id, logits, batch.sampled_rows, batch.sampled_positions
+        )
+
+    def _execute(self, batch: InputBatch) -> torch.Tensor:
+        """Logits [S, vocabulary]."""
+        attention = self._backend.plan(
+            AttentionBatch(
+                query_lengths=batch.query_lengths,
+                query_starts=batch.query_starts,
+                context_lengths=batch.context_lengths,
+                block_tables=batch.block_tables,
+                slots=batch.slots,
+            )
+        )
+        return self._model.forward(
+            self._to_device(batch.token_ids),
+            self._to_device(batch.positions),
+            attention,
+            self._to_device(batch.logit_indices),
+        )
+
+    def _sample(self, pending: _PendingLogits, masks: MaskBatch | None) -> StepResult:
+        rows, state = pending.rows, self._state
+        if not rows.size:
+            return StepResult(pending.epoch, pending.step_id)
+        sampled = sample(
+            pending.logits,
+            SamplingBatch(
+                temperature=state.temperature[rows],
+                top_k=state.top_k[rows],
+                top_p=state.top_p[rows],
+                min_p=state.min_p[rows],
+                seeds=state.seed[rows],
+                positions=pending.positions,
+            ),
+            masks,
+        )
+        sound = ~(sampled.invalid_logits | sampled.empty_mask)
+        tokens = sampled.tokens[sound]
+        state.record_sampled(rows[sound], tokens, pending.step_id)
+        return StepResult(
+            epoch=pending.epoch,
+            step_id=pending.step_id,
+            rows=rows[sound],
+            token_counts=np.ones(tokens.size, dtype=np.int32),
+            tokens=tokens,
+            faults=(
+                *_faults(
+                    rows[sampled.invalid_logits],
+                    RowFaultKind.INVALID_LOGITS,
+                    "the logits have no finite maximum",
+                ),
+                *_faults(rows[sampled.empty_mask], RowFaultKind.EMPTY_MASK, "no token is allowed"),
+            ),
+        )
+
+    def _check_masks(self, masks: GrammarMasks, rows: IntColumn) -> MaskBatch:
+        """Finds each masked row among the held ones. Raises PlanInvalid for masks unlike them."""
+        path = "grammar_masks"
+        words = -(-self._model.config.vocabulary_size // 32)
+        if masks.bitmasks.shape != (masks.rows.size, words):
+            raise PlanInvalid(
+                f"{path}.bitmasks", f"{words} words for each of {masks.rows.size} rows are due"
+            )
+        if np.unique(masks.rows).size != masks.rows.size:
+            raise PlanInvalid(f"{path}.rows", "must be distinct")
+        if not np.isin(masks.rows, rows).all():
+            raise PlanInvalid(f"{path}.rows", "must be rows that the held step samples")
+        order = np.argsort(rows)
+        indices: npt.NDArray[np.int64] = order[np.searchsorted(rows, masks.rows, sorter=order)]
+        return MaskBatch(indices, masks.bitmasks)
+
+    def _to_device(self, column: IntColumn) -> torch.Tensor:
+        return torch.from_numpy(column.astype(np.int64)).to(self._device)
+
+
+def _faults(rows: IntColumn, kind: RowFaultKind, detail: str) -> tuple[RowFault, ...]:
+    return tuple(RowFault(row, kind, detail) for row in rows.tolist())
+
+
+def _warm_up_batch(row_count: int, length: int) -> InputBatch:
+    """Inputs of `row_count` sequences of `length` tokens, all in the null block."""
+    rows = np.arange(row_count, dtype=np.int32)
+    lengths = np.full(row_count, length, dtype=np.int32)
+    starts = np.arange(row_count + 1, dtype=np.int32) * np.int32(length)
+    positions = np.tile(np.arange(length, dtype=np.int32), row_count)
+    return InputBatch(
+        rows=rows,
+        query_lengths=lengths,
+        query_starts=starts,
+        context_lengths=lengths,
+        token_ids=np.zeros_like(positions),
+        positions=positions,
+        slots=positions,
+        block_tables=np.zeros((row_count, 1), dtype=np.int32),
+        logit_indices=starts[1:] - 1,
+        sampled_rows=rows,
+        sampled_positions=lengths,
+    )

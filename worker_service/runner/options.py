@@ -1,0 +1,35 @@
+"""What a ModelRunner is built from. No torch, so that the application can name it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from worker_service.domain import DataType
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOptions:
+    """Resolved settings of one worker's runner.
+
+    `device` is "cpu" or "cuda"; `data_type` None takes float32 on the CPU and the model's own
+    elsewhere; `kv_cache_bytes` bounds the KV pool; `max_sequence_token_count` None takes the
+    model's own, or what the pool holds if that is less; `attention_backend` None takes the first
+    that can run; `thread_count` None leaves torch's own choice; `random_seed` is reported, never
+    used for sampling. `progress` is told what is being done, in short lines for people.
+    """
+
+    model_folder: Path
+    model_name: str
+    device: str
+    data_type: DataType | None
+    block_size: int
+    kv_cache_bytes: int
+    max_sequence_count: int
+    max_step_token_count: int
+    max_sequence_token_count: int | None
+    attention_backend: str | None
+    thread_count: int | None
+    random_seed: int
+    progress: Callable[[str], None]

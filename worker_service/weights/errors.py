@@ -1,0 +1,35 @@
+"""Why a model cannot be loaded. No torch here, so that the application can report these.
+
+LoadError
+├── CheckpointInvalid      a file is missing, unreadable or does not fit the others
+├── ModelUnsupported       the folder is sound, but asks for something this worker cannot do
+├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
+└── BackendUnavailable     no attention backend, or not the one asked for, can run here
+"""
+
+from __future__ import annotations
+
+
+class LoadError(Exception):
+    """The worker cannot start with these options; the message says what to do about it."""
+
+
+class CheckpointInvalid(LoadError):
+    """A model folder is incomplete or broken."""
+
+
+class ModelUnsupported(LoadError):
+    """`setting` has a `value` outside what is `supported`."""
+
+    def __init__(self, setting: str, value: object, supported: str) -> None:
+        super().__init__(f"{setting} {value!r} is not supported; supported: {supported}")
+        self.setting = setting
+        self.value = value
+
+
+class MemoryBudgetTooSmall(LoadError):
+    """The KV pool's bytes do not suffice."""
+
+
+class BackendUnavailable(LoadError):
+    """Every attention backend that was considered has refused."""
