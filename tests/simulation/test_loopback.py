@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request
 from twinplane.inprocess import InProcessWorker
-from worker_service.domain import Limits
+from worker_service.domain import Limits, RowFault, RowFaultKind, StepPlan
 from worker_service.facade import WorkerFacade
 from worker_service.rpc.server import WorkerServer
 from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
@@ -38,10 +38,16 @@ COUNT = 24
 
 @asynccontextmanager
 async def facade(
-    block_count: int = 200, latency: SimulatedLatency = INSTANT
+    block_count: int = 200,
+    latency: SimulatedLatency = INSTANT,
+    provoke: Callable[[StepPlan], Sequence[RowFault]] = lambda plan: (),
 ) -> AsyncIterator[WorkerFacade]:
     model = SimulatedModel("simulated", 500, LIMITS, block_count, block_size=8)
-    made = WorkerFacade(lambda: SimulatedRunner(model, latency), worker_id="w", incarnation_id="i")
+    made = WorkerFacade(
+        lambda: SimulatedRunner(model, latency, provoke=provoke),
+        worker_id="w",
+        incarnation_id="i",
+    )
     await made.load()
     try:
         yield made
@@ -117,6 +123,47 @@ async def test_in_process_tokens_do_not_depend_on_the_schedule(
     ):
         for _ in range(2):  # cold, then with the prefix cache warm
             assert await generate(driver, list(PROMPTS)) == await alone()
+
+
+async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> None:
+    """The plan behind the fault already names the faulted step as the row's source."""
+    expected = await alone()
+    faulted: list[int] = []
+    behind: list[bool] = []
+
+    def provoke(plan: StepPlan) -> list[RowFault]:
+        """Once, the first of the rows of which two decode."""
+        decoding = plan.scheduled.rows[plan.scheduled.source_step_distances > 0]
+        if faulted:
+            behind.append(faulted[0] in decoding)
+            return []
+        if decoding.size < 2:
+            return []
+        faulted.append(int(decoding[0]))
+        return [RowFault(faulted[0], RowFaultKind.INVALID_LOGITS, "NaN")]
+
+    answers: dict[str, Answer] = {}
+    names = list(PROMPTS)
+    async with (
+        facade(latency=SimulatedLatency(step=0.004), provoke=provoke) as worker,
+        driven(InProcessWorker(worker), SchedulingSettings()) as driver,
+        asyncio.TaskGroup() as group,
+    ):
+        for name in names:
+            stream, answers[name] = TokenStream(), Answer()
+            driver.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
+            group.create_task(read(stream, answers[name]))
+        while not all(answer.finish or answer.error for answer in answers.values()):
+            await asyncio.sleep(0.001)
+        assert behind[0], "the next plan was made after the fault was known"
+        assert worker.worker_info().epoch == 1, "the fault cost a claim"
+    ends = [answers[name].finish for name in names]
+    reasons = [finish.reason for finish in ends if finish is not None]
+    assert sorted(r.value for r in reasons) == ["fault"] + ["length"] * (len(names) - 1)
+    for name, finish in zip(names, ends, strict=True):
+        tokens = answers[name].tokens
+        assert tokens == expected[name][: len(tokens)]
+        assert finish is not None and (len(tokens) == COUNT) == (finish.reason.value == "length")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "unix"])

@@ -181,6 +181,7 @@ class ModelRunner:
         sound = ~(sampled.invalid_logits | sampled.empty_mask)
         tokens = sampled.tokens[sound]
         state.record_sampled(rows[sound], tokens, pending.step_id)
+        state.record_faults(rows[~sound], pending.step_id)
         return StepResult(
             epoch=pending.epoch,
             step_id=pending.step_id,

@@ -102,6 +102,14 @@ class RequestState:
         self.sampled_tokens[rows] = tokens
         self.sampled_steps[rows] = step_id
 
+    def record_faults(self, rows: IntColumn, step_id: int) -> None:
+        """Keeps a placeholder for rows that failed in a step.
+
+        A plan that was sent before the fault was known may name the step as their source. Refusing
+        it would punish the other rows; what comes of these means nothing to anybody.
+        """
+        self.record_sampled(rows, np.zeros_like(rows), step_id)
+
     # --- checks -------------------------------------------------------------------------------
 
     def _check(self, plan: StepPlan) -> None:

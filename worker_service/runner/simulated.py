@@ -163,7 +163,7 @@ class SimulatedRunner:
             self._state.advance(plan.scheduled)
             rows, preferences = batch.sampled_rows, self._preferences(batch)
             latency = self._latency.of(batch)
-        faulty_rows = np.array([fault.row for fault in faults], dtype=np.int32)
+        faulty_rows = _rows_of(faults)
         if plan.sampling is SamplingMode.HOLD:
             self._held = _Held(plan.epoch, rows, preferences, faulty_rows)
             result = StepResult(plan.epoch, plan.step_id, faults=faults)
@@ -205,6 +205,7 @@ class SimulatedRunner:
         faults: tuple[RowFault, ...],
     ) -> StepResult:
         self._state.record_sampled(rows, tokens, step_id)
+        self._state.record_faults(_rows_of(faults), step_id)
         return StepResult(epoch, step_id, rows, np.ones_like(rows), tokens, faults)
 
     def _preferences(self, batch: InputBatch) -> _Words:
@@ -283,6 +284,10 @@ def _scramble(values: _Words) -> _Words:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
+
+
+def _rows_of(faults: Sequence[RowFault]) -> IntColumn:
+    return np.array([fault.row for fault in faults], dtype=np.int32)
 
 
 def _mask_indices(masks: GrammarMasks, rows: IntColumn) -> IntColumn:
