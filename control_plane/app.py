@@ -16,22 +16,23 @@ from datetime import datetime
 from pathlib import Path
 
 from control_plane.config import ControlConfig
-from control_plane.observability.logs import LogFormat, configure, fields
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.interceptors import StatusInterceptor
-from control_plane.rpc.listen import CannotListen
 from control_plane.rpc.server import ControlServer
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.stop_signals import StopSignals
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from twinplane import __version__
+from twinplane.grpc_server.listen import CannotListen
 from twinplane.models import ModelError, resolve
+from twinplane.process.event_loop import new_event_loop
+from twinplane.process.logs import LogFormat, configure, fields
+from twinplane.process.stop_signals import StopSignals
 
 _logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def run(config: ControlConfig) -> int:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
     name = config.served_model_name or served_name(config.model)
-    with asyncio.Runner(loop_factory=_new_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(config, name, text_model))
 
 
@@ -159,12 +160,3 @@ def _driver_settings(config: ControlConfig, model_name: str) -> DriverSettings:
 
 def _socket_path(config: ControlConfig) -> Path | None:
     return Path(config.uds).expanduser() if config.uds else None
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    try:
-        import uvloop
-    except ImportError:  # there is none for this platform
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop

@@ -11,9 +11,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    from twinplane.process.logs import LogFormat, configure
     from twinplane.setting_names import KNOWN_SETTINGS
     from twinplane.settings import from_command_line
-    from worker_service import app, logs
+    from worker_service import app
     from worker_service.config import WorkerConfig
 
     config = from_command_line(
@@ -25,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table="worker",
         known=KNOWN_SETTINGS,
     )
-    logs.configure(config.log_level, config.log_format)
+    configure(config.log_level, LogFormat(config.log_format))
     try:
         return app.run(config)
     except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain

@@ -5,23 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
-import signal
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
+from twinplane.grpc_server.listen import CannotListen
 from twinplane.models import ModelError
+from twinplane.process.event_loop import new_event_loop
+from twinplane.process.logs import fields
+from twinplane.process.stop_signals import StopSignals
 from worker_service.config import WorkerConfig
 from worker_service.domain import Runner
 from worker_service.facade import WorkerFacade
 from worker_service.lifecycle import Lifecycle, LifecycleState
-from worker_service.logs import fields
-from worker_service.rpc.server import CannotListen, WorkerServer
+from worker_service.rpc.server import WorkerServer
 from worker_service.startup import StartupError, build_runner
 from worker_service.weights.errors import LoadError
 
@@ -36,26 +35,14 @@ def run(config: WorkerConfig) -> int:
 
     The first signal drains, a second one ends the process at once.
     """
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_run(config))
 
 
 async def _run(config: WorkerConfig) -> int:
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
-
-    def request_stop() -> None:
-        stop.set()
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-    for number in signals:
-        loop.add_signal_handler(number, request_stop)
-    if config.exit_with_parent:
-        _watch_standard_input(loop, stop)
     progress = _ProgressLog(time.monotonic)
-    return await serve(config, stop, lambda: build_runner(config, progress))
+    with StopSignals(watch_stdin=config.exit_with_parent, catch_second=False) as signals:
+        return await serve(config, signals.first, lambda: build_runner(config, progress))
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> int:
@@ -131,20 +118,6 @@ async def _drain(
         _logger.warning("drain timed out", extra=fields(seconds=seconds))
 
 
-def _watch_standard_input(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
-    """Sets `stop` when standard input ends: the parent holds its other end, alive or not at all."""
-
-    def watch() -> None:
-        # Not sys.stdin: a reader that waits in it holds a lock the interpreter wants as it ends.
-        with suppress(OSError):  # closed: nobody holds the other end
-            while os.read(0, 4096):
-                pass
-        with suppress(RuntimeError):  # the loop is closed: stopped already
-            loop.call_soon_threadsafe(stop.set)
-
-    threading.Thread(target=watch, name="standard input", daemon=True).start()
-
-
 def _socket_path(config: WorkerConfig) -> Path | None:
     return None if config.uds is None else Path(config.uds).expanduser()
 
@@ -188,12 +161,3 @@ def _log_ready(facade: WorkerFacade) -> None:
             max_sequence_token_count=capability.limits.max_sequence_token_count,
         ),
     )
-
-
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    try:
-        import uvloop
-    except ModuleNotFoundError:  # Windows
-        return None
-    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
-    return factory

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from twinplane.process.logs import fields
 from worker_service.device_thread import DeviceThread
 from worker_service.domain import (
     CONTRACT_VERSION,
@@ -30,7 +31,6 @@ from worker_service.domain import (
     WorkerError,
 )
 from worker_service.lifecycle import Lifecycle, LifecycleState
-from worker_service.logs import fields
 from worker_service.step_log import StepLog
 
 T = TypeVar("T")

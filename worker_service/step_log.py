@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from twinplane.process.logs import fields
 from worker_service.domain import (
     GrammarMasks,
     PlanInvalid,
@@ -29,7 +30,6 @@ from worker_service.domain import (
     WorkerError,
 )
 from worker_service.lifecycle import RunnerFailed
-from worker_service.logs import fields
 
 KEPT_STEP_COUNT = 8
 

@@ -93,7 +93,7 @@ class Telemetry(Collector):
         self._worker = None
 
     def step_finished(self, seconds: float) -> None:
-        """A result came `seconds` after its plan was sent."""
+        """A step took the worker `seconds` to execute, as its result says."""
         self._step.observe(seconds)
 
     def control_work(self, seconds: float) -> None:
@@ -126,7 +126,9 @@ class Telemetry(Collector):
         for (method, code), count in self._rpcs.items():
             rpcs.add_metric((method, code), count)
         yield rpcs
-        yield _histogram("step_duration_seconds", "From plan sent to result.", self._step)
+        yield _histogram(
+            "step_duration_seconds", "Execution of a step, as its worker reports it.", self._step
+        )
         yield _histogram("step_control_seconds", "Control plane work of one step.", self._control)
         yield _histogram(
             "time_to_first_token_seconds", "From arrival to the first token.", self._first_token

@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from control_plane.observability.logs import fields
 from control_plane.rpc.errors import abort, internal_status, status_of
+from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
 

@@ -9,24 +9,20 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from control_plane.rpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
-from control_plane.rpc.health import HealthServicer
-from control_plane.rpc.listen import listen_tcp, listen_unix
+from twinplane.grpc_server.health import SERVICE_NAME as HEALTH_SERVICE_NAME
+from twinplane.grpc_server.health import HealthServicer, ServingState, SettableReadiness
+from twinplane.grpc_server.listen import listen
+from twinplane.grpc_server.options import SERVER_OPTIONS
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
 INFERENCE_SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 
 _OPTIONS = (
-    # Two servers on one port would each get some of the calls, silently.
-    ("grpc.so_reuseport", 0),
+    *SERVER_OPTIONS,
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    # Clients may ping every five seconds, with or without a call; common defaults are slower.
-    ("grpc.keepalive_permit_without_calls", 1),
+    # Clients may ping every five seconds; common defaults are slower.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
-    # A client that vanished without a word is noticed, and its requests freed.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 20_000),
 )
 
 
@@ -39,10 +35,12 @@ class ControlServer:
         interceptors: Sequence[grpc.aio.ServerInterceptor],
     ) -> None:
         self._socket: Path | None = None
-        self._health = HealthServicer([INFERENCE_SERVICE_NAME])
+        self._readiness = SettableReadiness()
         self._server = grpc.aio.server(interceptors=list(interceptors), options=_OPTIONS)
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(
+            HealthServicer(self._readiness, [INFERENCE_SERVICE_NAME]), self._server
+        )
         reflection.enable_server_reflection(
             (INFERENCE_SERVICE_NAME, HEALTH_SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
@@ -52,21 +50,18 @@ class ControlServer:
 
         Raises CannotListen.
         """
-        if uds is None:
-            address = listen_tcp(self._server, host, port)
-        else:
-            address = listen_unix(self._server, uds)
-            self._socket = uds
+        address = listen(self._server, host, port, uds)
+        self._socket = uds
         await self._server.start()
         return address
 
     def set_serving(self, serving: bool) -> None:
         """What health answers."""
-        self._health.set_serving(serving)
+        self._readiness.set(ServingState.SERVING if serving else ServingState.NOT_SERVING)
 
     async def stop(self, grace: float) -> None:
         """Refuses new calls at once, gives open ones `grace` seconds, then cancels them."""
-        self._health.close()
+        self._readiness.set(ServingState.ENDING)
         await self._server.stop(grace)
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)

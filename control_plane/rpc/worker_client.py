@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from twinplane.grpc_server.options import NO_PROXY, WORKER_MESSAGE_OPTIONS
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
@@ -24,11 +25,10 @@ from twinplane.worker.v1 import (
 )
 
 CONTRACT_VERSION = 1
-MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 _CHANNEL_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    *WORKER_MESSAGE_OPTIONS,
+    NO_PROXY,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),

@@ -22,7 +22,6 @@ from control_plane.core.plan import StepResult
 from control_plane.core.request import Request, RequestId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.stats import Stats
-from control_plane.observability.logs import fields
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.backoff import Backoff
 from control_plane.shell.engine import EngineDraining, EngineError, EngineLost, ServedModel
@@ -37,10 +36,14 @@ from control_plane.shell.ports import (
     WorkerRefused,
 )
 from control_plane.shell.stream import TokenStream
+from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
 
 _STALE_EPOCH = "STALE_EPOCH"
+_WORKER_LOADING = "WORKER_LOADING"
+
+_ClaimEnd = WorkerLost | WorkerRefused | ResultMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,17 @@ class DriverSettings:
     """How the driver behaves towards its worker. Times in seconds.
 
     A loss shorter than `loss_patience` is only a pause; after it requests fail and new ones are
-    refused until a worker is back. `contention_delay` is the first wait after another controller
-    claimed the worker. A request can kill a worker: after `max_fruitless_claims` claims in a row
-    that ended with plans in flight and no result, what runs is given up. `check_invariants`: audit
-    the core whenever it is idle (tests).
+    refused until a worker is back. Until the first claim a worker that loads, or can't be reached
+    yet, is asked every `starting_delay`; retries after a loss back off. `contention_delay` is the
+    first wait after another controller claimed the worker. A request can kill a worker: after
+    `max_fruitless_claims` claims in a row that ended with plans in flight and no result, what runs
+    is given up. `check_invariants`: audit the core whenever it is idle (tests).
     """
 
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     served_model_name: str | None = None
     loss_patience: float = 60.0
+    starting_delay: float = 0.1
     first_retry_delay: float = 0.05
     longest_retry_delay: float = 2.0
     contention_delay: float = 10.0
@@ -99,6 +104,7 @@ class Driver:
         self._planning_seconds = 0.0
         self._got_result = False
         self._fruitless_claims = 0
+        self._told_reasons: set[str] = set()
         self._retry = Backoff(settings.first_retry_delay, settings.longest_retry_delay, rng)
         self._contention = Backoff(
             settings.contention_delay, settings.longest_contention_delay, rng
@@ -184,6 +190,7 @@ class Driver:
         self._adopt(info, pool)
         self._inbox.clear()
         self._got_result = False
+        self._told_reasons.clear()
         self._attached_at = self._clock()
         self._lost_at = None
         self._telemetry.worker_attached(
@@ -283,11 +290,11 @@ class Driver:
 
     # --- loss and end -------------------------------------------------------------------------
 
-    def _lose(self, error: WorkerLost | WorkerRefused | ResultMismatch) -> float:
+    def _lose(self, error: _ClaimEnd) -> float:
         """Notes that the claim is over; returns the seconds to wait before the next."""
         now = self._clock()
         attached = self._attached_at is not None
-        contested = isinstance(error, WorkerRefused) and error.reason == _STALE_EPOCH
+        contested = _refused_with(error, _STALE_EPOCH)
         if self._attached_at is not None:
             if now - self._attached_at > self._settings.longest_contention_delay:
                 self._contention.reset()
@@ -297,15 +304,31 @@ class Driver:
             self._on_readiness(False)
             if not contested:
                 self._judge_claim()
-        delay = (self._contention if contested else self._retry).next()
-        _logger.log(
-            logging.WARNING if attached or contested else logging.INFO,
-            "another controller claimed the worker" if contested else "no worker",
-            extra=fields(
-                error=str(error), retry_seconds=round(delay, 3), request_count=len(self._requests)
-            ),
-        )
+        delay = self._delay_after(error)
+        # While there is no worker, each reason is told once, however often it is met.
+        reason = error.reason if isinstance(error, WorkerRefused) else str(error)
+        if attached or contested or reason not in self._told_reasons:
+            self._told_reasons.add(reason)
+            _logger.log(
+                logging.WARNING if attached or contested else logging.INFO,
+                "another controller claimed the worker" if contested else "no worker",
+                extra=fields(
+                    error=str(error),
+                    retry_seconds=round(delay, 3),
+                    request_count=len(self._requests),
+                ),
+            )
         return delay
+
+    def _delay_after(self, error: _ClaimEnd) -> float:
+        """Seconds to wait before the next claim."""
+        if _refused_with(error, _STALE_EPOCH):
+            return self._contention.next()
+        starting = isinstance(error, WorkerLost) or _refused_with(error, _WORKER_LOADING)
+        if starting and self._core is None:
+            # Clients wait for this worker to come up: whatever is added here, they wait longer.
+            return self._settings.starting_delay
+        return self._retry.next()
 
     async def _wait_out(self, delay: float) -> None:
         """Waits before the next claim; requests whose patience ends meanwhile fail then."""
@@ -358,3 +381,7 @@ class Driver:
     def _scheduler(self) -> Scheduler:
         assert self._core is not None
         return self._core
+
+
+def _refused_with(error: _ClaimEnd, reason: str) -> bool:
+    return isinstance(error, WorkerRefused) and error.reason == reason

@@ -41,14 +41,14 @@ class Way:
     preempts: bool = False
 
 
-# 48 blocks of 16 tokens: hardly more than the longest prompt and its output need alone.
+# 52 blocks of 16 tokens: hardly more than the longest prompt and its output need alone.
 BLOCK_BYTES = 16 * 2 * 30 * 3 * 64 * 4
 WAYS = {
     "whole": Way(),
     "synchronous": Way(control_flags=("--no-async-scheduling",)),
     "chunks-of-16": Way(control_flags=("--max-num-batched-tokens", "16")),
     "preempted": Way(
-        worker_flags=("--kv-cache-memory-bytes", str(49 * BLOCK_BYTES)), preempts=True
+        worker_flags=("--kv-cache-memory-bytes", str(53 * BLOCK_BYTES)), preempts=True
     ),
     "alone": Way(streams=1, every=6),
 }

@@ -30,7 +30,7 @@ class Answer:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Looks every virtual millisecond; real time has no part in it."""
+    """Looks every millisecond, of virtual time where there is one."""
     while True:
         if condition():
             return

@@ -18,7 +18,7 @@ from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
 from control_plane.shell.stream import TokenStream
-from tests.simulation.rig import Answer, read, request
+from tests.simulation.rig import Answer, read, request, until
 from twinplane.inprocess import InProcessWorker
 from worker_service.domain import Limits, RowFault, RowFaultKind, StepPlan
 from worker_service.facade import WorkerFacade
@@ -153,8 +153,7 @@ async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> 
             stream, answers[name] = TokenStream(), Answer()
             driver.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
             group.create_task(read(stream, answers[name]))
-        while not all(answer.finish or answer.error for answer in answers.values()):
-            await asyncio.sleep(0.001)
+        await until(lambda: all(answer.finish or answer.error for answer in answers.values()))
         assert behind[0], "the next plan was made after the fault was known"
         assert worker.worker_info().epoch == 1, "the fault cost a claim"
     ends = [answers[name].finish for name in names]

@@ -1,4 +1,5 @@
-"""`twinplane doctor`: what this machine has for serving, one line each, with the fix."""
+"""`twinplane doctor`: what this machine has for `twinplane up` with the same flags, one line each,
+with the fix."""
 
 from __future__ import annotations
 
@@ -10,21 +11,34 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from control_plane.config import ControlConfig
 from twinplane.cli import doctor_checks as checks
+from twinplane.cli import planes
 from twinplane.cli.doctor_checks import Finding, State
 from twinplane.models import cache_root
+from twinplane.settings import SettingsError
+from worker_service.config import WorkerConfig
 
 _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when something stops `twinplane up`, else 0."""
+    """Returns 1 when something stops `twinplane up`, else 0; exits with 2 for wrong settings."""
     parser = argparse.ArgumentParser(
-        prog="twinplane doctor", description="Check this machine.", allow_abbrev=False
+        prog="twinplane doctor",
+        usage="%(prog)s [options]",
+        description="Check this machine for `twinplane up` with the same options.",
+        allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="one JSON array")
+    planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
-    findings = [finding for check in _checks() for finding in check()]
+    try:
+        control = planes.resolve_control(planes.control_flags(namespace), os.environ)
+        worker = planes.resolve_worker(planes.worker_flags(namespace), os.environ)
+    except SettingsError as error:
+        parser.exit(2, f"twinplane doctor: {error}\n")
+    findings = [finding for check in _checks(control, worker) for finding in check()]
     if namespace.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     else:
@@ -33,15 +47,18 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(finding.state is State.FAIL for finding in findings) else 0
 
 
-def _checks() -> tuple[Callable[[], list[Finding]], ...]:
+def _checks(
+    control: ControlConfig, worker: WorkerConfig
+) -> tuple[Callable[[], list[Finding]], ...]:
     return (
         checks.check_python,
         checks.check_packages,
         lambda: checks.check_device(checks.probe_device()),
         checks.check_event_loop,
         lambda: checks.check_compiler(os.environ),
-        checks.check_ports,
+        lambda: checks.check_ports(control),
         lambda: checks.check_cache(Path(cache_root())),
+        lambda: checks.check_models((control.model, worker.model)),
     )
 
 

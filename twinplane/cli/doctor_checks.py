@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -18,6 +18,8 @@ from pathlib import Path
 from control_plane.config import ControlConfig
 from twinplane import models
 from twinplane.models.cache import ModelCache
+from twinplane.models.catalogue import find_in_catalogue
+from twinplane.models.hub import is_hub_id
 
 _BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub")
 _WORKER = ("safetensors", "gguf")
@@ -185,46 +187,39 @@ def check_compiler(environ: Mapping[str, str]) -> list[Finding]:
     return [Finding(State.OK, "compiler", path)]
 
 
-def check_ports() -> list[Finding]:
-    """The control plane's default ports on loopback."""
-    defaults = ControlConfig()
-    wanted = [("port", defaults.port, "--port")]
-    if defaults.metrics_port:
-        wanted.append(("metrics port", defaults.metrics_port, "--metrics-port"))
+def check_ports(config: ControlConfig) -> list[Finding]:
+    """The ports the control plane would listen on; 0 is any free one, and needs no check."""
     findings = []
-    for subject, port, flag in wanted:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((defaults.host, port))
-            except OSError as error:
-                findings.append(
-                    Finding(
-                        State.FAIL,
-                        subject,
-                        f"{port} on {defaults.host}: {error.strerror}",
-                        f"stop what listens there, or twinplane up {flag} N",
-                    )
-                )
-            else:
-                findings.append(Finding(State.OK, subject, f"{port} is free"))
+    if config.port and not config.uds:
+        findings.append(_check_port("port", config.host, config.port, "--port"))
+    if config.metrics_port:
+        findings.append(
+            _check_port("metrics port", config.metrics_host, config.metrics_port, "--metrics-port")
+        )
     return findings
 
 
+def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return Finding(
+                State.FAIL,
+                subject,
+                f"{port} on {host}: {error.strerror}",
+                f"stop what listens there, or twinplane up {flag} N",
+            )
+    return Finding(State.OK, subject, f"{port} is free")
+
+
 def check_cache(root: Path) -> list[Finding]:
-    """Where models are kept, which there are, and the room left."""
+    """Where models are kept, which there are, and the room left for another."""
     cache = ModelCache(root)
     names = [folder.name for folder in cache.folders()]
     findings = [Finding(State.OK, "model cache", f"{root}: {', '.join(names) or 'empty'}")]
-    if cache.find(models.DEFAULT_MODEL) is None:
-        findings.append(
-            Finding(
-                State.FAIL,
-                "default model",
-                f"{models.DEFAULT_MODEL} is missing",
-                f"twinplane model pull {models.DEFAULT_MODEL}",
-            )
-        )
     existing = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(existing).free
     if free < _DEFAULT_MODEL_BYTES:
@@ -239,3 +234,24 @@ def check_cache(root: Path) -> list[Finding]:
     else:
         findings.append(Finding(State.OK, "disk", f"{free / 1e9:.1f} GB free"))
     return findings
+
+
+def check_models(names: Iterable[str]) -> list[Finding]:
+    """Whether each model is on this machine. A .gguf file is not converted here."""
+    return [_check_model(name) for name in dict.fromkeys(names)]
+
+
+def _check_model(name: str) -> Finding:
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Finding(State.OK, "model", f"{path}: a GGUF file, converted on first use")
+    try:
+        return Finding(State.OK, "model", f"{name}: {models.resolve(name)}")
+    except models.ModelNotFound as error:
+        if find_in_catalogue(name) or is_hub_id(name):
+            return Finding(
+                State.FAIL, "model", f"{name} is missing", f"twinplane model pull {name}"
+            )
+        return Finding(State.FAIL, "model", str(error), "another --model")
+    except models.ModelError as error:
+        return Finding(State.FAIL, "model", str(error), "another --model")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-_EVERY_SECONDS = 0.1
-_ANSWER_SECONDS = 2.0
+_RETRY_SECONDS = 0.1
 
 
 class Health:
@@ -15,21 +14,24 @@ class Health:
         self._address = address
 
     async def serving(self) -> None:
-        """Returns when the server serves; asks until then."""
+        """Returns as soon as the server serves: watches it, once it listens."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        options = (("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 200))
+        from twinplane.grpc_server.options import NO_PROXY
+
+        options = (
+            NO_PROXY,
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 100),
+        )
         async with grpc.aio.insecure_channel(self._address, options) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while True:
                 try:
-                    answer = await stub.Check(
-                        health_pb2.HealthCheckRequest(), timeout=_ANSWER_SECONDS
-                    )
+                    async for answer in stub.Watch(health_pb2.HealthCheckRequest()):
+                        if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                            return
                 except grpc.aio.AioRpcError:
-                    pass  # not listening yet
-                else:
-                    if answer.status == health_pb2.HealthCheckResponse.SERVING:
-                        return
-                await asyncio.sleep(_EVERY_SECONDS)
+                    pass  # not listening yet, or no more
+                await asyncio.sleep(_RETRY_SECONDS)

@@ -10,25 +10,20 @@ import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from control_plane.config import ControlConfig
 from twinplane import models, settings
-from twinplane.cli import progress
+from twinplane.cli import planes, progress
 from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import DEFAULT_ADDRESS, quiet_grpc
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Say
-from twinplane.setting_names import KNOWN_SETTINGS
-from twinplane.settings import Settings, SettingsError
+from twinplane.settings import SettingsError
 from worker_service.config import WorkerConfig
 
-# What `up` decides itself: how the planes find each other and end together.
-_DECIDED = ("worker", "worker_id", "exit_with_parent")
-# Clients meet the control plane; the worker listens on a private socket.
-_CONTROL_ONLY = ("host", "port", "uds")
 # Beyond what a plane itself waits for its running work, before it is killed.
 _STOP_MARGIN_SECONDS = 5.0
 _LONGEST_SOCKET_PATH = 100
@@ -43,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         allow_abbrev=False,
     )
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
-    settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_DECIDED)
+    planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
     quiet_grpc()
     say = Say("twinplane up", sys.stdout, sys.stderr)
@@ -62,10 +57,12 @@ def _up(
         raise SettingsError(
             f"{worker_socket} is too long for a socket: set TMPDIR to a shorter folder"
         )
-    control_flags = _but(namespace, (), worker=f"unix:{worker_socket}", exit_with_parent=True)
-    worker_flags = _but(namespace, _CONTROL_ONLY, uds=str(worker_socket), exit_with_parent=True)
-    control = _resolve(ControlConfig, control_flags, environ, "control")
-    worker = _resolve(WorkerConfig, worker_flags, environ, "worker")
+    control_flags = planes.control_flags(
+        namespace, worker=f"unix:{worker_socket}", exit_with_parent=True
+    )
+    worker_flags = planes.worker_flags(namespace, uds=str(worker_socket), exit_with_parent=True)
+    control = planes.resolve_control(control_flags, environ)
+    worker = planes.resolve_worker(worker_flags, environ)
     if not worker.simulate and importlib.util.find_spec("torch") is None:
         raise SettingsError(
             "a worker with a model needs torch: pip install 'twinplane[worker]', or --simulate"
@@ -77,29 +74,14 @@ def _up(
     control_flags.port = str(port)
     address = f"unix:{control.uds}" if control.uds else f"{_reachable(control.host)}:{port}"
     name = control.served_model_name or worker.served_model_name or worker.model
-    planes = (
+    children = (
         _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
         _plane(
             "control plane", "control_plane", control, control_flags, control.drain_grace_seconds
         ),
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
-    return asyncio.run(Supervisor(planes, Health(address), ready, say).run())
-
-
-def _but(
-    namespace: argparse.Namespace, without: Collection[str], **values: object
-) -> argparse.Namespace:
-    """A copy without some of its values and with others."""
-    kept = {name: value for name, value in vars(namespace).items() if name not in without}
-    return argparse.Namespace(**(kept | values))
-
-
-def _resolve(
-    cls: type[Settings], flags: argparse.Namespace, environ: Mapping[str, str], table: str
-) -> Settings:
-    file = settings.config_file(flags, environ)
-    return settings.resolve(cls, flags, environ, file, table, known=KNOWN_SETTINGS)
+    return asyncio.run(Supervisor(children, Health(address), ready, say).run())
 
 
 def _plane(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import grpc
 
 from twinplane.client.values import TlsCredentials
+from twinplane.grpc_server.options import NO_PROXY
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -14,8 +15,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # A restarted server is found again within the retries.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # An HTTP proxy of the environment is meant for the web, not for a loopback or a cluster.
-    ("grpc.enable_http_proxy", 0),
+    NO_PROXY,
 )
 
 

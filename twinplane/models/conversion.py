@@ -15,7 +15,7 @@ from twinplane.models.tokenizer_conversion import build_tokenizer, tokenizer_con
 from twinplane.models.tokenizer_metadata import read_tokenizer_metadata
 
 # Goes up when the same GGUF file gives another folder: cached folders are then made again.
-CONVERSION_VERSION = 1
+CONVERSION_VERSION = 2
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:

@@ -8,7 +8,8 @@ only when they give the same divisors again.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from twinplane.models.errors import ConversionUnsupported
 from twinplane.models.gguf_file import GgufFile
@@ -27,16 +28,24 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class YarnScaling:
-    """YaRN (arXiv 2309.00071) with its usual ramp."""
+    """YaRN (arXiv 2309.00071).
+
+    Frequencies that turn at least `beta_fast` times over the original context are kept, those that
+    turn at most `beta_slow` times are divided by `factor`, and between them is a ramp.
+    """
 
     factor: float
     original_context_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
 
     def config(self) -> dict[str, object]:
         """Hugging Face's `rope_scaling`."""
         return {
             "rope_type": "yarn",
             "factor": self.factor,
+            "beta_fast": self.beta_fast,
+            "beta_slow": self.beta_slow,
             "original_max_position_embeddings": self.original_context_length,
         }
 
@@ -71,6 +80,16 @@ class Llama3Scaling:
         return result
 
 
+# By llama.cpp, what changes nothing: only this has an equivalent.
+_YARN_NEUTRAL = MappingProxyType(
+    {
+        "attn_factor": 1.0,
+        "yarn_attn_factor": 1.0,
+        "yarn_ext_factor": 1.0,
+        "yarn_log_multiplier": 0.0,
+    }
+)
+
 RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
 
 
@@ -93,13 +112,33 @@ def read_rope_scaling(file: GgufFile, head_size: int, theta: float) -> RopeScali
         case "linear" if factor:
             return LinearScaling(factor)
         case "yarn" if factor:
-            original = file.find_int("llama.rope.scaling.original_context_length")
-            for key in ("attn_factor", "yarn_log_multiplier", "yarn_ext_factor"):
-                if file.find_float(f"llama.rope.scaling.{key}") not in (None, 1.0):
-                    raise ConversionUnsupported(f"{file.path}: llama.rope.scaling.{key}")
-            return YarnScaling(factor, original or file.need_int("llama.context_length"))
+            return _read_yarn(file, factor)
         case _:
             raise ConversionUnsupported(f"{file.path}: rope scaling {kind} with factor {factor}")
+
+
+def _read_yarn(file: GgufFile, factor: float) -> YarnScaling:
+    """Raises ConversionUnsupported for what Hugging Face's YaRN doesn't compute, or not alike."""
+    for key, neutral in _YARN_NEUTRAL.items():
+        value = file.find_float(f"llama.rope.scaling.{key}")
+        if value not in (None, neutral):
+            raise ConversionUnsupported(f"{file.path}: llama.rope.scaling.{key} is {value}")
+    original = file.find_int("llama.rope.scaling.original_context_length")
+    scaling = YarnScaling(factor, original or file.need_int("llama.context_length"))
+    fast = file.find_float("llama.rope.scaling.yarn_beta_fast")
+    slow = file.find_float("llama.rope.scaling.yarn_beta_slow")
+    scaling = replace(
+        scaling,
+        beta_fast=scaling.beta_fast if fast is None else fast,
+        beta_slow=scaling.beta_slow if slow is None else slow,
+    )
+    # transformers takes a zero for its default, and a ramp turned round differs from llama.cpp's.
+    if not 0.0 < scaling.beta_slow <= scaling.beta_fast < math.inf:
+        raise ConversionUnsupported(
+            f"{file.path}: llama.rope.scaling.yarn_beta_fast is {scaling.beta_fast},"
+            f" yarn_beta_slow is {scaling.beta_slow}"
+        )
+    return scaling
 
 
 def _wavelengths(head_size: int, theta: float) -> list[float]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
+from twinplane.process.logs import fields
 from worker_service.attention.interface import AttentionConfig, BackendType
 from worker_service.attention.reference import REFERENCE
 from worker_service.attention.torch_backend import TORCH
-from worker_service.logs import fields
 from worker_service.weights.errors import BackendUnavailable
 
 _logger = logging.getLogger(__name__)

@@ -1,63 +1,39 @@
-"""grpc.health.v1 as a view of the worker's lifecycle.
-
-Written here because grpc_health's own asyncio servicer holds a lock while it writes to a watcher,
-so one watcher that does not read would block every change, and it never ends its watchers: a
-server that stops would wait for them.
-"""
+"""What grpc.health.v1 says of a worker: its lifecycle, as seen from outside."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from typing import Any
+from typing import assert_never
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
-
+from twinplane.grpc_server.health import ServingState
 from worker_service.lifecycle import Lifecycle, LifecycleState
 
-SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
-# A failed worker serves: a new claim heals it, and nobody claims what is not serving.
-_SERVING = frozenset({LifecycleState.ACTIVE, LifecycleState.FAILED})
-_ENDING = frozenset({LifecycleState.DRAINING, LifecycleState.BROKEN})
+class LifecycleReadiness:
+    """twinplane.grpc_server.health.Readiness over a lifecycle."""
 
-
-class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health is untyped
-    """One answer for the server ("") and for the service named."""
-
-    def __init__(self, lifecycle: Lifecycle, service: str) -> None:
+    def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._services = frozenset({"", service})
 
-    async def Check(  # noqa: N802
-        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> Any:
-        """The status of a service; NOT_FOUND for one that is not here."""
-        if request.service not in self._services:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
-        return health_pb2.HealthCheckResponse(status=self._status(request.service))
+    @property
+    def state(self) -> ServingState:
+        """The state now."""
+        return _serving_state(self._lifecycle.state)
 
-    async def Watch(  # noqa: N802
-        self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> AsyncIterator[Any]:
-        """The status now and at each change, until the worker ends.
+    async def changed_from(self, seen: ServingState) -> None:
+        """Returns when the state is another than `seen`."""
+        state = self._lifecycle.state
+        while _serving_state(state) is seen:
+            state = await self._lifecycle.changed_from(state)
 
-        A slow reader sees the latest, not each.
-        """
-        last: int | None = None
-        while True:
-            state = self._lifecycle.state
-            status = self._status(request.service)
-            if status != last:
-                last = status
-                yield health_pb2.HealthCheckResponse(status=status)
-            if state in _ENDING:
-                return
-            await self._lifecycle.changed_from(state)
 
-    def _status(self, service: str) -> int:
-        response = health_pb2.HealthCheckResponse
-        if service not in self._services:
-            return int(response.SERVICE_UNKNOWN)
-        serving = self._lifecycle.state in _SERVING
-        return int(response.SERVING if serving else response.NOT_SERVING)
+def _serving_state(state: LifecycleState) -> ServingState:
+    match state:
+        case LifecycleState.LOADING:
+            return ServingState.NOT_SERVING
+        case LifecycleState.ACTIVE | LifecycleState.FAILED:
+            # A failed worker serves: a new claim heals it, and nobody claims what is not serving.
+            return ServingState.SERVING
+        case LifecycleState.DRAINING | LifecycleState.BROKEN:
+            return ServingState.ENDING
+        case _:
+            assert_never(state)

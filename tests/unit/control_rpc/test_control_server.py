@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from control_plane.rpc.listen import CannotListen
 from control_plane.rpc.server import INFERENCE_SERVICE_NAME, ControlServer
+from twinplane.grpc_server.listen import CannotListen
 from twinplane.inference.v1 import inference_pb2_grpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -97,23 +96,4 @@ async def test_a_unix_socket_is_private_and_goes_with_the_server(tmp_path: Path)
         assert path.stat().st_mode & 0o777 == 0o600
         server.set_serving(True)
         assert (await stub.Check(asks(""))).status == SERVING
-        second = made()
-        with pytest.raises(CannotListen, match="another process"):
-            await second.start("127.0.0.1", 0, path)
-        await second.stop(0.0)
     assert not path.exists()
-
-
-async def test_a_dead_socket_is_replaced_and_a_file_is_not(tmp_path: Path) -> None:
-    dead = tmp_path / "dead.sock"
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(dead))
-    async with started(dead):
-        pass
-    file = tmp_path / "file"
-    file.write_text("precious")
-    server = made()
-    with pytest.raises(CannotListen, match="no socket"):
-        await server.start("127.0.0.1", 0, file)
-    await server.stop(0.0)
-    assert file.read_text() == "precious"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -10,6 +11,7 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
+from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
@@ -175,6 +177,64 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             await rig.settled(answer)
             assert isinstance(answer.error, EngineLost)
             assert worker.attach_count == 5
+
+    run_virtual(main)
+
+
+class Starting(FakeWorker):
+    """Not there for three seconds, then loading for four. `tries` has the time of each claim."""
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        super().__init__(Machine())
+        self._loop = loop
+        self.tries: list[float] = []
+
+    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+        now = self._loop.time()
+        self.tries.append(now)
+        if now < 3.0:
+            raise WorkerLost("no such socket")
+        if now < 7.05:
+            raise WorkerRefused("WORKER_LOADING", f"{now} s of loading")
+        return await super().attach(epoch)
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What was said for want of a worker."""
+    records = [record for record in caplog.records if record.getMessage() == "no worker"]
+    return [str(record.__dict__["fields"]["error"]) for record in records]
+
+
+def test_a_worker_that_starts_is_claimed_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = Starting(loop)
+        async with running(loop, worker):
+            assert 7.05 <= loop.time() < 7.2
+            assert len(worker.tries) <= 75
+        assert len(told(caplog)) == 2, "once for each reason, not for each try"
+
+    run_virtual(main)
+
+
+def test_a_worker_that_was_lost_is_asked_less_and_less(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = Starting(loop)
+        async with running(loop, worker) as rig:
+            for _ in range(2):
+                worker.tries.clear()
+                caplog.clear()
+                worker.reachable = False
+                worker.break_connection()
+                await asyncio.sleep(60.0)
+                assert 30 <= len(worker.tries) < 70, "two seconds apart in the end"
+                assert told(caplog) == ["connection broken", "unreachable"]
+                worker.reachable = True
+                await rig.attached()
+                await rig.settled(rig.submit(request("a", PROMPT, 3)))
 
     run_virtual(main)
 

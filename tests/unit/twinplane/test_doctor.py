@@ -21,6 +21,7 @@ from twinplane.cli.doctor_checks import (
     check_compiler,
     check_device,
     check_event_loop,
+    check_models,
     check_packages,
     check_ports,
     probe_device,
@@ -49,6 +50,7 @@ def test_every_problem_has_a_fix_and_nothing_else_does(
         *check_compiler({"PATH": ""}),
         *check_device(DeviceProbe("", (), {}, "no torch")),
         *check_cache(tmp_path / "nowhere"),
+        *check_models(("nowhere",)),
     ]
     assert {State.FAIL, State.WARN, State.OK} >= {finding.state for finding in findings}
     for finding in findings:
@@ -95,30 +97,70 @@ def test_each_backends_answer_is_a_line() -> None:
     assert none_runs[-1].state is State.FAIL
 
 
-def test_a_taken_port_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_taken_port_fails() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        config = ControlConfig(port=port, metrics_port=0)
-        monkeypatch.setattr(doctor_checks, "ControlConfig", lambda: config)
-        (finding,) = check_ports()
-        assert finding.state is State.FAIL
-        assert str(port) in finding.detail
-        assert "--port" in finding.fix
-    assert states(check_ports()) == [State.OK]
+        for config, flag in (
+            (ControlConfig(port=port, metrics_port=None), "--port"),
+            (ControlConfig(port=0, metrics_port=port), "--metrics-port"),
+        ):
+            (finding,) = check_ports(config)
+            assert finding.state is State.FAIL
+            assert str(port) in finding.detail
+            assert f"{flag} N" in finding.fix
+        assert check_ports(ControlConfig(uds="a.sock", port=port, metrics_port=0)) == []
+    assert states(check_ports(ControlConfig(port=port, metrics_port=None))) == [State.OK]
 
 
-def test_the_default_model_has_to_be_there(tmp_path: Path) -> None:
-    missing = check_cache(tmp_path)
-    assert State.FAIL in states(missing)
-    assert any(finding.fix == f"twinplane model pull {DEFAULT_MODEL}" for finding in missing)
+def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path))
+    (missing,) = check_models((DEFAULT_MODEL, DEFAULT_MODEL))
+    assert missing.state is State.FAIL
+    assert missing.fix == f"twinplane model pull {DEFAULT_MODEL}"
     folder = tmp_path / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    found = check_cache(tmp_path)
-    assert State.FAIL not in states(found)
-    assert DEFAULT_MODEL in found[0].detail
+    assert states(check_models((DEFAULT_MODEL,))) == [State.OK]
+    assert DEFAULT_MODEL in check_cache(tmp_path)[0].detail
+    # What can't be pulled by its name is no reason to say so.
+    (tmp_path / "empty").mkdir()
+    for name in ("nowhere", str(tmp_path / "empty")):
+        (wrong,) = check_models((name,))
+        assert (wrong.state, wrong.fix) == (State.FAIL, "another --model")
+        assert name in wrong.detail
+
+
+def test_a_gguf_file_is_not_converted_by_looking(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert states(check_models((str(file),))) == [State.OK]
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_settings_of_up_decide_what_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor_checks, "probe_device", lambda: DeviceProbe("2.6", ("cpu",), {}))
+    monkeypatch.setenv("TWINPLANE_MODEL", "of-the-environment")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert doctor.main(["--json", f"--port={port}", "--metrics-port=none"]) == 1
+    findings = json.loads(capsys.readouterr().out)
+    failures = {entry["subject"]: entry for entry in findings if entry["state"] == "fail"}
+    assert failures.keys() == {"port", "model"}
+    assert str(port) in failures["port"]["detail"]
+    assert "of-the-environment" in failures["model"]["detail"]
+    with pytest.raises(SystemExit) as ended:
+        doctor.main(["--port=x"])
+    assert ended.value.code == 2
+    assert "--port" in capsys.readouterr().err
 
 
 def test_little_disk_warns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -132,11 +174,11 @@ def test_the_exit_code_is_1_only_for_failures(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warning = Finding(State.WARN, "subject", "detail", "do this")
-    monkeypatch.setattr(doctor, "_checks", lambda: (lambda: [warning],))
+    monkeypatch.setattr(doctor, "_checks", lambda *_: (lambda: [warning],))
     assert doctor.main([]) == 0
     assert capsys.readouterr().out == "warn  subject             detail; fix: do this\n"
     failure = Finding(State.FAIL, "subject", "detail", "do that")
-    monkeypatch.setattr(doctor, "_checks", lambda: (lambda: [warning, failure],))
+    monkeypatch.setattr(doctor, "_checks", lambda *_: (lambda: [warning, failure],))
     assert doctor.main(["--json"]) == 1
     assert [entry["state"] for entry in json.loads(capsys.readouterr().out)] == ["warn", "fail"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,53 @@ def test_linear_and_yarn_scaling_are_named(tmp_path: Path) -> None:
     assert config_of(tmp_path / "yarn")["rope_scaling"] == {
         "rope_type": "yarn",
         "factor": 4.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
         "original_max_position_embeddings": 32,
     }
+
+
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 4.0,
+    "llama.rope.scaling.original_context_length": 4096,
+}
+
+
+def ramp(config: dict[str, object]) -> list[float]:
+    """By what share each frequency is scaled, as transformers computes it: 1 is all the way."""
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    parameters = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
+    llama = LlamaConfig(
+        head_dim=HEAD_DIM, rope_parameters=parameters, max_position_embeddings=16384
+    )
+    scaled, _ = ROPE_INIT_FUNCTIONS["yarn"](llama, "cpu")
+    plain = config["rope_theta"] ** -(np.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+    return ((1.0 - scaled.numpy() / plain) / (1.0 - 1.0 / 4.0)).tolist()
+
+
+def test_yarns_own_ramp_is_kept(tmp_path: Path) -> None:
+    betas = {
+        "llama.rope.scaling.yarn_beta_fast": 200.0,
+        "llama.rope.scaling.yarn_beta_slow": 2.5,
+        "llama.rope.scaling.yarn_attn_factor": 1.0,
+    }
+    convert(TinyGguf(extra={**YARN, **betas}), tmp_path / "own")
+    convert(TinyGguf(extra={**YARN}), tmp_path / "usual")
+    own, usual = config_of(tmp_path / "own"), config_of(tmp_path / "usual")
+    scaling = own["rope_scaling"]
+    assert (scaling["beta_fast"], scaling["beta_slow"]) == (200.0, 2.5)
+
+    def dimension(turns: float) -> float:
+        """llama.cpp's ggml_rope_yarn_corr_dim."""
+        return HEAD_DIM * math.log(4096 / (turns * 2 * math.pi)) / (2 * math.log(10000.0))
+
+    low, high = math.floor(dimension(200.0)), math.ceil(dimension(2.5))
+    expected = [min(1.0, max(0.0, (i - low) / (high - low))) for i in range(HEAD_DIM // 2)]
+    assert ramp(own) == pytest.approx(expected, abs=1e-5)
+    assert ramp(usual) != pytest.approx(expected, abs=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -160,6 +206,12 @@ def test_divisors_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
         (TinyGguf(extra={"llama.expert_count": 8}), "mixture of experts"),
         (TinyGguf(extra={"llama.rope.dimension_count": 8}), "8 rotated"),
         (TinyGguf(extra={"llama.rope.scaling.type": "longrope"}), "longrope"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_beta_slow": 33.0}), "yarn_beta_slow"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_beta_slow": 0.0}), "yarn_beta_slow"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_beta_fast": 0.5}), "yarn_beta_fast"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.attn_factor": 1.5}), "attn_factor"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_attn_factor": 2.0}), "yarn_attn_factor"),
+        (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_log_multiplier": 1.0}), "yarn_log_mul"),
         (TinyGguf(tensors={"blk.0.strange.weight": np.zeros(4, np.float32)}), "strange"),
         (TinyGguf(without=("blk.1.ffn_up.weight",)), r"layers\.1\.mlp\.up_proj"),
         (TinyGguf(attention_bias=True, without=("blk.0.attn_q.bias",)), "q_proj.bias"),

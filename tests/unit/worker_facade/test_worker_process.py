@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import grpc
 import pytest
 
 from tests.support.worker_rig import attach_request, first
-from twinplane.worker.v1 import model_runner_pb2_grpc
+from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[3]
 PATIENCE = 60.0
@@ -140,6 +141,28 @@ def test_a_signal_drains_and_exits_well(number: signal.Signals) -> None:
         process.popen.send_signal(number)
         assert process.exit_code() == 0
         process.wait_for("draining")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]
+)
+async def test_a_second_signal_does_not_wait_for_the_drain(
+    number: signal.Signals, code: int
+) -> None:
+    slow = ("--simulate-step-ms", "600000", "--drain-seconds", "600")
+    with worker(*SIMULATED, *slow) as process:
+        address = process.wait_for("listening")["address"]
+        process.wait_for("ready")
+        async with grpc.aio.insecure_channel(address) as channel:
+            stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
+            info = (await stub.Attach(attach_request(1))).worker_info
+            stream = stub.Execute()
+            forward = first(digest=info.weight_version.digest)
+            await stream.write(model_runner_pb2.ExecuteRequest(forward=forward))
+            process.popen.send_signal(number)
+            await asyncio.to_thread(process.wait_for, "draining")
+            process.popen.send_signal(number)
+            assert await asyncio.to_thread(process.exit_code) == code
 
 
 def test_it_exits_with_its_parent() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane.observability.logs import LogFormat, configure, fields
+from twinplane.process.logs import LogFormat, configure, fields
 
 
 @pytest.fixture(autouse=True)

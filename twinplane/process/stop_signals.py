@@ -16,14 +16,16 @@ class StopSignals:
     """While entered, SIGINT and SIGTERM set `first`, and after that `second`.
 
     With `watch_stdin` the end of standard input counts as a signal: a parent that holds the other
-    end takes this process with it, however it dies.
+    end takes this process with it, however it dies. Without `catch_second` a signal after `first`
+    does what it does by default, and ends the process at once. Made on the running event loop.
     """
 
-    def __init__(self, *, watch_stdin: bool) -> None:
+    def __init__(self, *, watch_stdin: bool, catch_second: bool = True) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._watch_stdin = watch_stdin
+        self._catch_second = catch_second
 
     def __enter__(self) -> StopSignals:
         for number in _SIGNALS:
@@ -39,11 +41,19 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number in _SIGNALS:
-            self._loop.remove_signal_handler(number)
+        self._release()
 
     def _stop(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+        if self.first.is_set():
+            self.second.set()
+            return
+        self.first.set()
+        if not self._catch_second:
+            self._release()
+
+    def _release(self) -> None:
+        for number in _SIGNALS:
+            self._loop.remove_signal_handler(number)
 
     def _wait_for_parent(self) -> None:
         try:

@@ -13,21 +13,21 @@ class CannotListen(Exception):
     """An address could not be bound; the message names it and says why."""
 
 
-def listen_tcp(server: grpc.aio.Server, host: str, port: int) -> str:
-    """Adds host:port (port 0: any free one); returns the address with the real port.
+def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> str:
+    """Makes `server` listen on the Unix socket `uds` if it is given, else on host:port.
 
-    Raises CannotListen.
+    Returns the address clients use: port 0 takes any free port, and the real one is returned. Only
+    the owner can use the socket (0600); one that a dead process left behind is replaced, and it is
+    the caller's to remove in the end. Without the option grpc.so_reuseport=0 a taken port is no
+    error. Raises CannotListen.
     """
+    if uds is not None:
+        return _listen_unix(server, uds.absolute())
     literal = f"[{host}]" if ":" in host else host
     return f"{literal}:{_add(server, f'{literal}:{port}')}"
 
 
-def listen_unix(server: grpc.aio.Server, path: Path) -> str:
-    """Adds a Unix socket that only its owner can use; returns its address.
-
-    A socket that a dead process left behind is replaced. Raises CannotListen.
-    """
-    path = path.absolute()
+def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
     _remove_dead_socket(path)
     mask = os.umask(0o177)  # chmod afterwards would leave a moment in which it is open to all
     try:
@@ -48,6 +48,7 @@ def _add(server: grpc.aio.Server, address: str) -> int:
 
 
 def _remove_dead_socket(path: Path) -> None:
+    """Removes a socket that nobody listens on. Raises CannotListen for anything else in the way."""
     if not path.exists():
         return
     if not path.is_socket():

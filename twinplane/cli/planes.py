@@ -1,0 +1,56 @@
+"""The settings of both planes on one command line, as `up` takes them and `doctor` checks them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Collection, Mapping
+
+from control_plane.config import ControlConfig
+from twinplane import settings
+from twinplane.setting_names import KNOWN_SETTINGS
+from twinplane.settings import Settings
+from worker_service.config import WorkerConfig
+
+# What `up` decides itself: how the planes find each other and end together.
+_DECIDED = ("worker", "worker_id", "exit_with_parent")
+# Clients meet the control plane; the worker listens on a private socket.
+_CONTROL_ONLY = ("host", "port", "uds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of both planes, except for what `up` decides."""
+    settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_DECIDED)
+
+
+def control_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:
+    """The control plane's part of the flags, and what was decided."""
+    return _but(namespace, (), decided)
+
+
+def worker_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:
+    """The worker's part of the flags, and what was decided."""
+    return _but(namespace, _CONTROL_ONLY, decided)
+
+
+def resolve_control(flags: argparse.Namespace, environ: Mapping[str, str]) -> ControlConfig:
+    """The control plane's settings. Raises SettingsError."""
+    return _resolve(ControlConfig, flags, environ, "control")
+
+
+def resolve_worker(flags: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
+    """The worker's settings. Raises SettingsError."""
+    return _resolve(WorkerConfig, flags, environ, "worker")
+
+
+def _but(
+    namespace: argparse.Namespace, without: Collection[str], values: Mapping[str, object]
+) -> argparse.Namespace:
+    kept = {name: value for name, value in vars(namespace).items() if name not in without}
+    return argparse.Namespace(**{**kept, **values})
+
+
+def _resolve(
+    cls: type[Settings], flags: argparse.Namespace, environ: Mapping[str, str], table: str
+) -> Settings:
+    file = settings.config_file(flags, environ)
+    return settings.resolve(cls, flags, environ, file, table, known=KNOWN_SETTINGS)
