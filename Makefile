@@ -55,16 +55,11 @@ lint: $(STUBS) breaking  ## format, style, types, import contracts, protos
 	$(BIN)/lint-imports
 	$(BIN)/buf lint
 
-# Against the main branch, where the clone has one with protos in it.
+# Against the contract of every release, kept beside the bytes it wrote.
 breaking: $(STUBS)
-	@base=$$(mktemp -d) && trap 'rm -rf "$$base"' EXIT && \
-	for ref in origin/main main; do \
-	  if git archive --format=tar --output="$$base/protos.tar" $$ref protos buf.yaml 2>/dev/null; then \
-	    echo "buf breaking --against $$ref"; \
-	    tar -xf "$$base/protos.tar" -C "$$base" && $(BIN)/buf breaking --against "$$base"; exit; \
-	  fi; \
-	done; \
-	echo 'buf breaking: no main branch to compare with'
+	for release in tests/contract/data/*/protos.binpb; do \
+	  $(BIN)/buf breaking --against $$release || exit 1; \
+	done
 
 format: $(STUBS)  ## format the code and fix what can be fixed by rule
 	$(BIN)/ruff format .

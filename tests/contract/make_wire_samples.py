@@ -1,4 +1,5 @@
-"""Writes the wire bytes of this release's step messages, and what they mean, under data/VERSION.
+"""Writes this release's contract under data/VERSION: its protos, step messages as bytes, and what
+those mean. `make breaking` holds the protos of today against these.
 
 Run once per release that changes the contract; never again for an old one:
 
@@ -8,6 +9,8 @@ Run once per release that changes the contract; never again for an old one:
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 from google.protobuf.duration_pb2 import Duration
@@ -151,6 +154,8 @@ def main() -> None:
             {"type": message.DESCRIPTOR.full_name, "value": meaning(message)}, indent=2
         )
         (folder / f"{name}.json").write_text(text + "\n")
+    buf = Path(sys.executable).with_name("buf")
+    subprocess.run([buf, "build", "-o", folder / "protos.binpb"], check=True)
 
 
 if __name__ == "__main__":
