@@ -57,7 +57,7 @@ lint: $(STUBS) breaking  ## format, style, types, import contracts, protos
 
 # Against the contract of every release, kept beside the bytes it wrote.
 breaking: $(STUBS)
-	for release in tests/contract/data/*/protos.binpb; do \
+	for release in tests/contract/releases/*.binpb; do \
 	  $(BIN)/buf breaking --against $$release || exit 1; \
 	done
 

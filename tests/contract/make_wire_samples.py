@@ -1,5 +1,5 @@
-"""Writes this release's contract under data/VERSION: its protos, step messages as bytes, and what
-those mean. `make breaking` holds the protos of today against these.
+"""Writes this release's contract: its protos as an image, and under data/VERSION step messages as
+bytes and what they mean. `make breaking` holds today's protos against the images.
 
 Run once per release that changes the contract; never again for an old one:
 
@@ -22,6 +22,7 @@ from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 DATA = Path(__file__).parent / "data"
+RELEASES = Path(__file__).parent / "releases"
 
 WEIGHTS = types_pb2.WeightVersion(generation=1, digest="ab" * 32)
 
@@ -155,7 +156,7 @@ def main() -> None:
         )
         (folder / f"{name}.json").write_text(text + "\n")
     buf = Path(sys.executable).with_name("buf")
-    subprocess.run([buf, "build", "-o", folder / "protos.binpb"], check=True)
+    subprocess.run([buf, "build", "-o", RELEASES / f"{__version__}.binpb"], check=True)
 
 
 if __name__ == "__main__":
