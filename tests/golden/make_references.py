@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from tests.golden.prompts import CHATS, PLAIN
 from twinplane.models import resolve
@@ -24,26 +24,33 @@ TOKENS = 64
 DATA = Path(__file__).parent / "data" / "references.json"
 
 
-def continuation(model: torch.nn.Module, prompt: list[int]) -> tuple[list[int], list[float]]:
+def load_model(folder: Path) -> PreTrainedModel:
+    """The reference, in float32; no token ends its output."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def continuation(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], list[float]]:
     """TOKENS greedy tokens after the prompt, and the top-two gap at each."""
-    tokens, gaps = [], []
-    past, feed = None, torch.tensor([prompt])
-    for _ in range(TOKENS):
-        with torch.inference_mode():
-            out = model(input_ids=feed, past_key_values=past, use_cache=True)
-        past = out.past_key_values
-        top = torch.topk(out.logits[0, -1].float(), 2)
-        tokens.append(int(top.indices[0]))
-        gaps.append(round(float(top.values[0] - top.values[1]), 6))
-        feed = torch.tensor([[tokens[-1]]])
-    return tokens, gaps
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    top = torch.topk(torch.cat(out.logits).float(), 2).values
+    gaps = (top[:, 0] - top[:, 1]).tolist()
+    return out.sequences[0, len(prompt) :].tolist(), [round(gap, 6) for gap in gaps]
 
 
 def main() -> None:
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else resolve("smollm2-135m-instruct")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.eval()
+    model = load_model(folder)
     prompts = [("plain", tokenizer(text)["input_ids"]) for text in PLAIN]
     for chat in CHATS:
         messages = [{"role": role, "content": content} for role, content in chat]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.golden.make_references import continuation, load_model
 from tests.golden.prompts import CHATS, PLAIN
 from tests.golden.references import Reference, load_references
 from tests.support.planes import Planes, running_planes
@@ -150,17 +151,7 @@ def test_the_service_tokenizes_as_transformers_does(
 
 def test_live_transformers_still_generates_the_references(references: list[Reference]) -> None:
     """The stored data are what the installed `transformers` says now, on a few prompts."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    folder: Path = resolve(MODEL)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = load_model(resolve(MODEL))
     for reference in references[::16]:
-        ids = torch.tensor([reference.prompt])
-        out = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=TOKENS,
-            min_new_tokens=TOKENS,
-            do_sample=False,
-        )
-        assert reference.disagreement(out[0, ids.shape[1] :].tolist()) is None
+        tokens, _ = continuation(model, list(reference.prompt))
+        assert reference.disagreement(tokens) is None
