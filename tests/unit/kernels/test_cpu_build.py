@@ -1,0 +1,125 @@
+"""The kernels' build: once per cache, whole or not at all, and a reason where it cannot be."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker_service.kernels.cpu import build
+from worker_service.kernels.cpu.build import KernelsUnavailable, default_cache, ensure_library
+from worker_service.kernels.cpu.library import Context, InstructionSet
+from worker_service.kernels.cpu.ops import instruction_set_for
+
+
+def fake_compiler(folder: Path, body: str) -> dict[str, str]:
+    """An environment whose CXX is a shell script that logs each call."""
+    script = folder / "compiler"
+    script.write_text(
+        "#!/bin/sh\n"
+        'if [ "$1" = --version ]; then echo "fake 1.0"; exit 0; fi\n'
+        f'echo "$@" >> {folder}/calls\n{body}\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return {"CXX": str(script)}
+
+
+MAKES_OUTPUT = 'while [ "$1" != -o ]; do shift; done\necho made > "$2"'
+
+
+def test_builds_once_and_says_so(tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, MAKES_OUTPUT)
+    lines: list[str] = []
+    first = ensure_library(tmp_path / "cache", lines.append, environment)
+    calls = (tmp_path / "calls").read_text()
+    second = ensure_library(tmp_path / "cache", lines.append, environment)
+    assert first == second and first.read_text() == "made\n"
+    assert (tmp_path / "calls").read_text() == calls
+    assert len(lines) == 1 and "fake 1.0" in lines[0]
+    assert sorted(path.name for path in first.parent.iterdir()) == sorted([first.name, "lock"])
+
+
+def test_another_compiler_builds_anew(tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, MAKES_OUTPUT)
+    first = ensure_library(tmp_path / "cache", lambda line: None, environment)
+    script = Path(environment["CXX"])
+    script.write_text(script.read_text().replace("fake 1.0", "fake 2.0"))
+    assert ensure_library(tmp_path / "cache", lambda line: None, environment) != first
+
+
+def test_without_a_compiler_there_is_a_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(KernelsUnavailable, match="no C\\+\\+ compiler"):
+        ensure_library(tmp_path, lambda line: None, {})
+
+
+def test_a_compiler_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match="does not run"):
+        ensure_library(tmp_path, lambda line: None, {"CXX": str(tmp_path / "nothing")})
+
+
+def test_a_failed_build_leaves_nothing_and_tells_why(tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, 'echo "file.cpp:1: error: no such thing" >&2; exit 1')
+    with pytest.raises(KernelsUnavailable, match="error: no such thing"):
+        ensure_library(tmp_path / "cache", lambda line: None, environment)
+    assert not list((tmp_path / "cache").rglob("*.so"))
+    assert not list((tmp_path / "cache").rglob("*.o"))
+
+
+def test_processes_at_once_build_once(tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, "sleep 0.02\n" + MAKES_OUTPUT)
+    code = (
+        "from pathlib import Path; from worker_service.kernels.cpu.build import ensure_library;"
+        f"ensure_library(Path({str(tmp_path / 'cache')!r}), print, {environment!r})"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    outputs = [process.communicate(timeout=60)[0] for process in running]
+    assert all(process.returncode == 0 for process in running)
+    assert sum("compiling" in output for output in outputs) == 1
+
+
+def test_an_unwritable_cache_is_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelsUnavailable, match="cannot be written"):
+        ensure_library(tmp_path / "file", lambda line: None, fake_compiler(tmp_path, MAKES_OUTPUT))
+
+
+def test_a_prebuilt_library_needs_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
+    made = build.prebuild(fake_compiler(tmp_path, MAKES_OUTPUT))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert ensure_library(tmp_path / "cache", lambda line: None, {}) == made
+
+
+def test_a_library_that_is_none(tmp_path: Path) -> None:
+    broken = tmp_path / "lib.so"
+    broken.write_text("not a library")
+    with pytest.raises(KernelsUnavailable, match="does not load"):
+        Context(broken, 1, None)
+
+
+def test_cache_folders() -> None:
+    assert default_cache({"TWINPLANE_HOME": "/home/t"}) == Path("/home/t/kernels")
+    assert default_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/twinplane/kernels")
+    assert default_cache({}) == Path.home() / ".cache" / "twinplane" / "kernels"
+
+
+def test_odd_heads_take_narrower_vectors() -> None:
+    every = list(InstructionSet)
+    assert instruction_set_for(64, every) is InstructionSet.AVX512
+    assert instruction_set_for(8, every) is InstructionSet.AVX2
+    assert instruction_set_for(20, every) is InstructionSet.PORTABLE
+    for head_dim in (6, 260, 512):
+        with pytest.raises(KernelsUnavailable, match="head_dim"):
+            instruction_set_for(head_dim, every)

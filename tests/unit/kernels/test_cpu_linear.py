@@ -1,0 +1,146 @@
+"""Packed linear layers against float64, and their batch invariance to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from worker_service.kernels.cpu.library import InstructionSet
+from worker_service.kernels.cpu.ops import CpuKernels, PackedWeight
+
+GROUPS = (None, 1, 7, 32, 128, 10_000)
+example_budget = settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unpack(cpu: CpuKernels, packed: PackedWeight) -> torch.Tensor:
+    ids = np.arange(packed.out_features, dtype=np.int32)
+    return cpu.embed(packed, ids, torch.empty(packed.out_features, packed.in_features))
+
+
+@given(
+    outputs=st.integers(1, 160),
+    inputs=st.integers(1, 400),
+    rows=st.one_of(st.integers(1, 20), st.integers(21, 400)),
+    group=st.sampled_from(GROUPS),
+    biased=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+@example_budget
+def test_matches_float64(
+    cpu: CpuKernels,
+    buffers,
+    outputs: int,
+    inputs: int,
+    rows: int,
+    group: int | None,
+    biased: bool,
+    seed: int,
+) -> None:
+    x, weight = normal(seed, rows, inputs), normal(seed + 1, outputs, inputs)
+    bias = normal(seed + 2, outputs) if biased else None
+    packed = cpu.pack(weight, group_size=group)
+    watched = buffers()
+    out = cpu.linear(x, packed, watched.poisoned(rows, outputs), bias=bias)
+    watched.check()
+    used = unpack(cpu, packed).double()
+    expected = x.double() @ used.T + (0 if bias is None else bias.double())
+    magnitude = x.double().abs() @ used.abs().T + 1
+    assert torch.all((out.double() - expected).abs() <= 3e-7 * inputs**0.5 * magnitude)
+
+
+@given(
+    outputs=st.integers(1, 100),
+    inputs=st.integers(1, 300),
+    group=st.integers(1, 350),
+    seed=st.integers(0, 2**31),
+)
+@example_budget
+def test_int8_is_within_half_a_step(
+    cpu: CpuKernels, outputs: int, inputs: int, group: int, seed: int
+) -> None:
+    weight = normal(seed, outputs, inputs)
+    weight[0] = 0  # a group of zeros has no scale to divide by
+    error = (unpack(cpu, cpu.pack(weight, group_size=group)) - weight).abs()
+    for start in range(0, inputs, group):
+        part = weight[:, start : start + group].abs().amax(dim=1, keepdim=True)
+        assert torch.all(error[:, start : start + group] <= part / 127 * 0.501)
+
+
+def test_unpacking_float32_is_exact(cpu: CpuKernels) -> None:
+    weight = normal(5, 101, 37)
+    assert torch.equal(unpack(cpu, cpu.pack(weight)), weight)
+
+
+@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize(("outputs", "inputs"), [(200, 576), (96, 1536), (49, 130)])
+def test_rows_do_not_depend_on_their_batch(
+    cpu: CpuKernels, alone: CpuKernels, outputs: int, inputs: int, group: int | None
+) -> None:
+    """Any rows, in any order and number, on one thread or two: the same bits per row."""
+    rows = 300
+    x, bias = normal(1, rows, inputs), normal(2, outputs)
+    packed = cpu.pack(normal(3, outputs, inputs), group_size=group)
+    whole = cpu.linear(x, packed, torch.empty(rows, outputs), bias=bias)
+    generator = torch.Generator().manual_seed(4)
+    for count in (1, 2, 3, 5, 8, 9, 13, 16, 17, 31, 64, 127, 129, 255, 300):
+        chosen = torch.randperm(rows, generator=generator)[:count]
+        for kernels in (cpu, alone):
+            part = kernels.linear(x[chosen], packed, torch.empty(count, outputs), bias=bias)
+            assert torch.equal(part.view(torch.int32), whole[chosen].view(torch.int32)), count
+
+
+def test_every_row_alone(cpu: CpuKernels, alone: CpuKernels) -> None:
+    x, packed = normal(1, 40, 576), cpu.pack(normal(3, 100, 576))
+    whole = cpu.linear(x, packed, torch.empty(40, 100))
+    for row in range(40):
+        own = alone.linear(x[row : row + 1], packed, torch.empty(1, 100))
+        assert torch.equal(own[0], whole[row])
+
+
+def test_more_threads_than_processors_and_many_short_calls(
+    cpu: CpuKernels, open_cpu: Callable[[int, InstructionSet | None], CpuKernels]
+) -> None:
+    """Work changes hands all the time; every call is complete when it returns."""
+    crowd = open_cpu(7, cpu.context.instruction_set)
+    x, packed = normal(1, 3, 40), cpu.pack(normal(3, 700, 40))
+    expected = cpu.linear(x, packed, torch.empty(3, 700))
+    for _ in range(300):
+        out = torch.full((3, 700), float("nan"))
+        assert torch.equal(crowd.linear(x, packed, out), expected)
+
+
+def test_no_rows(cpu: CpuKernels) -> None:
+    packed = cpu.pack(normal(3, 10, 8))
+    assert cpu.linear(torch.empty(0, 8), packed, torch.empty(0, 10)).shape == (0, 10)
+
+
+def test_infinities_and_nan_stay_in_their_row(cpu: CpuKernels) -> None:
+    x = normal(1, 12, 64)
+    packed = cpu.pack(normal(3, 50, 64))
+    clean = cpu.linear(x, packed, torch.empty(12, 50)).clone()
+    x[4, 7], x[9, 3] = float("nan"), float("inf")
+    out = cpu.linear(x, packed, torch.empty(12, 50))
+    others = [row for row in range(12) if row not in (4, 9)]
+    assert torch.equal(out[others], clean[others])
+    assert torch.isnan(out[4]).all() and not torch.isfinite(out[9]).any()
+
+
+def test_wrong_arguments_are_refused(cpu: CpuKernels) -> None:
+    packed = cpu.pack(normal(3, 10, 8))
+    with pytest.raises(AssertionError):
+        cpu.linear(torch.empty(2, 9), packed, torch.empty(2, 10))
+    with pytest.raises(AssertionError):
+        cpu.linear(torch.empty(2, 8, dtype=torch.float64), packed, torch.empty(2, 10))
+    with pytest.raises(AssertionError):
+        cpu.linear(torch.empty(8, 2).T, packed, torch.empty(2, 10))

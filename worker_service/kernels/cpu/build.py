@@ -1,0 +1,193 @@
+"""Compiles the CPU kernels once per source, compiler and machine, into a cache folder.
+
+The library holds every instruction set of the architecture and picks one when it is opened, so
+one build serves any CPU of that architecture and can be made when a wheel is built: see
+`build_library`. Needs only a C++17 compiler; never imports torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent / "src"
+PREBUILT = Path(__file__).resolve().parent / "prebuilt"
+LIBRARY_NAME = "libtwinplane_cpu.so"
+
+_FLAGS = (
+    "-std=c++17",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-Wno-maybe-uninitialized -Wno-uninitialized",
+)
+_ONCE = ("runtime", "dispatch")
+_PER_INSTRUCTION_SET = ("table", "linear", "pack", "elementwise", "rope", "attention", "decoder")
+_X86_SETS = {
+    0: (),
+    1: ("-mavx2", "-mfma"),
+    2: ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+}
+_OTHER_SETS: dict[int, tuple[str, ...]] = {0: ()}
+_COMPILE_SECONDS = 600.0
+
+Progress = Callable[[str], None]
+
+
+class KernelsUnavailable(Exception):
+    """The compiled kernels cannot serve here; the message is the reason, in one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """A C++ compiler as a command, and what it says of itself."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
+    """The compiler that CXX names, else the first of g++, clang++, c++ on the path.
+
+    Raises KernelsUnavailable where there is none or it does not run.
+    """
+    named = environment.get("CXX")
+    found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    command = tuple(shlex.split(named)) if named else (found,) if found else ()
+    if not command:
+        raise KernelsUnavailable("no C++ compiler was found (install g++ or set CXX)")
+    try:
+        answer = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, timeout=30, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(f"the C++ compiler {command[0]} does not run: {error}") from error
+    return Toolchain(command, answer.stdout.splitlines()[0] if answer.stdout else "unknown")
+
+
+def source_digest() -> str:
+    """Hex digest over every source file, the flags and the machine's architecture."""
+    digest = hashlib.sha256()
+    for path in sorted(SOURCES.iterdir()):
+        digest.update(f"{path.name}\0".encode())
+        digest.update(path.read_bytes())
+    digest.update(repr((_FLAGS, _X86_SETS, _OTHER_SETS, platform.machine())).encode())
+    return digest.hexdigest()[:16]
+
+
+def default_cache(environment: Mapping[str, str]) -> Path:
+    """The kernels' folder under $TWINPLANE_HOME, else under the XDG cache."""
+    home = environment.get("TWINPLANE_HOME")
+    if home:
+        return Path(home) / "kernels"
+    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "twinplane" / "kernels"
+
+
+def ensure_library(cache: Path, progress: Progress, environment: Mapping[str, str]) -> Path:
+    """The library's path: prebuilt, cached or built now (some seconds, one progress line).
+
+    Safe in several processes at once. Raises KernelsUnavailable with the reason otherwise.
+    """
+    digest = source_digest()
+    prebuilt = PREBUILT / digest / LIBRARY_NAME
+    if prebuilt.is_file():
+        return prebuilt
+    toolchain = find_toolchain(environment)
+    version = hashlib.sha256(toolchain.version.encode()).hexdigest()[:8]
+    folder = cache / f"{digest}-{version}"
+    library = folder / LIBRARY_NAME
+    if library.is_file():
+        return library
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / "lock"):
+            if not library.is_file():
+                progress(f"compiling the CPU kernels with {toolchain.version} (once)")
+                build_library(library, toolchain)
+    except OSError as error:
+        raise KernelsUnavailable(f"the kernel cache cannot be written: {error}") from error
+    return library
+
+
+def build_library(
+    library: Path, toolchain: Toolchain, *, options: tuple[str, ...] = ("-O3",)
+) -> None:
+    """Compiles every source and links them into `library`, which appears whole or not at all.
+
+    `options` are added to every compilation and to the link. Raises KernelsUnavailable with the
+    compiler's first complaint.
+    """
+    library.parent.mkdir(parents=True, exist_ok=True)
+    sets = _X86_SETS if platform.machine() in ("x86_64", "AMD64") else _OTHER_SETS
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        objects = Path(folder)
+        compilations = [
+            (
+                *_FLAGS,
+                *options,
+                "-c",
+                str(SOURCES / f"{name}.cpp"),
+                "-o",
+                str(objects / f"{name}.o"),
+            )
+            for name in _ONCE
+        ] + [
+            (
+                *(*_FLAGS, *options, *flags, f"-DTWK_ISA={number}"),
+                *("-c", str(SOURCES / f"{name}.cpp"), "-o", str(objects / f"{name}.{number}.o")),
+            )
+            for number, flags in sets.items()
+            for name in _PER_INSTRUCTION_SET
+        ]
+        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            list(pool.map(lambda arguments: _compile(toolchain, arguments), compilations))
+        linked = objects / LIBRARY_NAME
+        parts = sorted(map(str, objects.glob("*.o")))
+        _compile(toolchain, (*options, "-shared", "-pthread", *parts, "-o", str(linked)))
+        linked.replace(library)
+
+
+def prebuild(environment: Mapping[str, str]) -> Path:
+    """Builds into the package itself, for a platform wheel; returns the library's path."""
+    library = PREBUILT / source_digest() / LIBRARY_NAME
+    build_library(library, find_toolchain(environment))
+    return library
+
+
+def _compile(toolchain: Toolchain, arguments: tuple[str, ...]) -> None:
+    try:
+        subprocess.run(
+            [*toolchain.command, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+            check=True,
+        )
+    except subprocess.CalledProcessError as error:
+        lines = str(error.stderr).splitlines()
+        complaint = next((line for line in lines if "error" in line), "no message")
+        raise KernelsUnavailable(f"the CPU kernels do not compile: {complaint}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelsUnavailable(f"the CPU kernels do not compile: {error}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

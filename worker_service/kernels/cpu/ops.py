@@ -1,0 +1,349 @@
+"""The CPU kernels on tensors: checks of dtype, shape and contiguity, then one call each.
+
+Everything is float32 on the CPU unless it says otherwise, row-major and contiguous. A wrong
+argument is a bug of ours and fails an assertion before any pointer is passed. Each output element
+is computed by one fixed sequence of operations that does not depend on other rows, on how a
+sequence is cut into chunks, or on the number of threads (src/linear.cpp, src/attention_tile.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from worker_service.domain import IntColumn
+from worker_service.kernels.cpu import library
+from worker_service.kernels.cpu.build import KernelsUnavailable, Progress, ensure_library
+from worker_service.kernels.cpu.library import Context, InstructionSet
+
+_INT8 = 1
+_KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight [out_features, in_features] in the kernels' own layout, of one instruction set.
+
+    `group_size`: columns that share an int8 scale; None: float32.
+    """
+
+    storage: torch.Tensor
+    out_features: int
+    in_features: int
+    group_size: int | None
+
+    @property
+    def byte_count(self) -> int:
+        return self.storage.numel()
+
+    def descriptor(self) -> library.Packed:
+        """The ABI's view; valid while this object lives."""
+        kind = 0 if self.group_size is None else _INT8
+        return library.Packed(
+            self.storage.data_ptr(), self.out_features, self.in_features, kind, self.group_size or 0
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedCache:
+    """One layer's `keys`, `values` [blocks, block_size, kv_heads, head_dim], float32 or bf16."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def descriptor(self) -> library.Cache:
+        """The ABI's view; valid while this object lives."""
+        assert self.keys.shape == self.values.shape and self.keys.dtype == self.values.dtype
+        assert self.keys.is_contiguous() and self.values.is_contiguous()
+        _, block_size, kv_heads, head_dim = self.keys.shape
+        return library.Cache(
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            _KV_KINDS[self.keys.dtype],
+            block_size,
+            kv_heads,
+            head_dim,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepBatch:
+    """One step of R sequences and T tokens, int32 on the host, as runner.InputBatch has it.
+
+    `query_starts` [R + 1]; `context_lengths` [R], scheduled tokens included; `block_tables`
+    [R, blocks of the longest context]; `positions`, `slots` [T], a slot below 0 is not written.
+    """
+
+    query_starts: IntColumn
+    context_lengths: IntColumn
+    block_tables: IntColumn
+    positions: IntColumn
+    slots: IntColumn
+
+    @property
+    def token_count(self) -> int:
+        return int(self.positions.size)
+
+    def descriptor(self) -> library.Batch:
+        """The ABI's view; valid while this object lives."""
+        columns = (
+            self.query_starts,
+            self.context_lengths,
+            self.block_tables,
+            self.positions,
+            self.slots,
+        )
+        for column in columns:
+            assert column.dtype == np.int32 and column.flags.c_contiguous
+        sequences = self.context_lengths.size
+        assert self.query_starts.size == sequences + 1 and self.slots.size == self.positions.size
+        assert self.block_tables.ndim == 2 and self.block_tables.shape[0] == sequences
+        return library.Batch(
+            self.token_count,
+            sequences,
+            self.query_starts.ctypes.data,
+            self.context_lengths.ctypes.data,
+            self.block_tables.ctypes.data,
+            self.block_tables.shape[1],
+            self.positions.ctypes.data,
+            self.slots.ctypes.data,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RopeTables:
+    """`cosines`, `sines` [positions, rotary_dim / 2]; pairs are (i, i + rotary_dim / 2)."""
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+
+    @property
+    def rotary_dim(self) -> int:
+        return 2 * self.cosines.shape[1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """RMSNorm weights [head_dim] that q and k heads pass before the rotation (Qwen 3)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    epsilon: float
+
+
+def address(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> int | None:
+    """The data pointer of a contiguous CPU tensor of that dtype; None for None."""
+    if tensor is None:
+        return None
+    assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} belongs"
+    assert tensor.device.type == "cpu" and tensor.is_contiguous()
+    return tensor.data_ptr()
+
+
+class CpuKernels:
+    """The kernels of one opened context. Belongs to one thread at a time."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def pack(self, weight: torch.Tensor, *, group_size: int | None = None) -> PackedWeight:
+        """Packs `weight` [out, in]; with `group_size` to int8, a scale per group and output."""
+        out_features, in_features = weight.shape
+        assert out_features > 0 and in_features > 0
+        assert group_size is None or group_size > 0
+        group = None if group_size is None else min(group_size, in_features)
+        kind = 0 if group is None else _INT8
+        shape = library.Packed(None, out_features, in_features, kind, group or 0)
+        storage = torch.empty(self.context.packed_bytes(shape), dtype=torch.uint8)
+        self.context.advise_huge_pages(storage.data_ptr(), storage.numel())
+        packed = PackedWeight(storage, out_features, in_features, group)
+        weight = weight.detach().to(torch.float32).contiguous()
+        self.context.call(
+            "pack", ctypes.byref(packed.descriptor()), address(weight), weight.stride(0)
+        )
+        return packed
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        packed: PackedWeight,
+        out: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`out` [T, out] = `x` [T, in] times the packed weight's transpose, plus `bias` [out]."""
+        rows, width = x.shape
+        assert width == packed.in_features and out.shape == (rows, packed.out_features)
+        assert bias is None or bias.shape == (packed.out_features,)
+        self.context.call(
+            "linear",
+            ctypes.byref(packed.descriptor()),
+            address(bias),
+            address(x),
+            width,
+            rows,
+            address(out),
+            packed.out_features,
+        )
+        return out
+
+    def embed(self, packed: PackedWeight, token_ids: IntColumn, out: torch.Tensor) -> torch.Tensor:
+        """`out` [T, in]: the packed weight's rows `token_ids` int32 [T], each in [0, out)."""
+        assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
+        assert out.shape == (token_ids.size, packed.in_features)
+        self.context.call(
+            "gather",
+            ctypes.byref(packed.descriptor()),
+            token_ids.ctypes.data,
+            token_ids.size,
+            address(out),
+        )
+        return out
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        epsilon: float,
+        out: torch.Tensor,
+        *,
+        added: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`x` [T, H] += `added` in place, then `out` = x / rms(x) * `weight` [H]."""
+        rows, width = x.shape
+        assert out.shape == x.shape and weight.shape == (width,)
+        assert added is None or added.shape == x.shape
+        self.context.call(
+            "rms_norm", address(x), address(added), address(weight), epsilon, rows, width,
+            address(out),
+        )  # fmt: skip
+        return out
+
+    def silu_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """`out` [T, I] = silu(gate) * up for `gate_up` [T, 2 I], the gates first."""
+        rows, width = out.shape
+        assert gate_up.shape == (rows, 2 * width)
+        self.context.call("silu_multiply", address(gate_up), rows, width, address(out))
+        return out
+
+    def row_statistics(
+        self, x: torch.Tensor, log_sum_exp: torch.Tensor | None, argmax: torch.Tensor | None
+    ) -> None:
+        """For `x` [S, V]: `log_sum_exp` float32 [S]; `argmax` int32 [S], the lowest index of the
+        largest value. A row with a NaN has NaN and -1."""
+        rows, width = x.shape
+        assert width > 0
+        assert log_sum_exp is None or log_sum_exp.shape == (rows,)
+        assert argmax is None or argmax.shape == (rows,)
+        self.context.call(
+            "row_statistics",
+            address(x),
+            rows,
+            width,
+            address(log_sum_exp),
+            address(argmax, torch.int32),
+        )
+
+    def rope_write(
+        self,
+        qkv: torch.Tensor,
+        tables: RopeTables,
+        cache: PagedCache,
+        batch: StepBatch,
+        *,
+        norms: HeadNorms | None = None,
+    ) -> None:
+        """Rotates q and k of `qkv` [T, (q_heads + 2 kv_heads) head_dim] in place by position, and
+        writes k and v to the batch's slots of the cache."""
+        tokens, width = qkv.shape
+        view = cache.descriptor()
+        q_heads = width // view.head_dim - 2 * view.kv_heads
+        assert tokens == batch.token_count and tables.rotary_dim <= view.head_dim
+        assert q_heads > 0 and width == (q_heads + 2 * view.kv_heads) * view.head_dim
+        self.context.call(
+            "rope_write",
+            address(qkv),
+            width,
+            q_heads,
+            tables.rotary_dim,
+            address(tables.cosines),
+            address(tables.sines),
+            address(norms.query if norms else None),
+            address(norms.key if norms else None),
+            norms.epsilon if norms else 0.0,
+            ctypes.byref(view),
+            ctypes.byref(batch.descriptor()),
+        )
+
+    def attention(
+        self,
+        queries: torch.Tensor,
+        cache: PagedCache,
+        batch: StepBatch,
+        out: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None = None,
+        log_sum_exp: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of `queries` [T, q_heads, head_dim] over the paged context.
+
+        Rows of `queries` may be strided (a slice of qkv). `window`: positions attended to, the
+        own one included. `out` [T, q_heads, head_dim]; `log_sum_exp` [T, q_heads] of the scaled
+        scores. Every position attended to must have been written.
+        """
+        tokens, q_heads, head_dim = queries.shape
+        view = cache.descriptor()
+        assert queries.dtype == torch.float32 and queries.stride()[1:] == (head_dim, 1)
+        assert tokens == batch.token_count and head_dim == view.head_dim
+        assert head_dim % self.context.head_dim_multiple == 0 and head_dim <= MAX_HEAD_DIM
+        assert q_heads % view.kv_heads == 0 and out.shape == queries.shape
+        assert window is None or window > 0
+        assert log_sum_exp is None or log_sum_exp.shape == (tokens, q_heads)
+        self.context.call(
+            "attention",
+            queries.data_ptr(),
+            queries.stride(0),
+            address(out),
+            q_heads * head_dim,
+            address(log_sum_exp),
+            q_heads,
+            window or 0,
+            scale,
+            ctypes.byref(view),
+            ctypes.byref(batch.descriptor()),
+        )
+        return out
+
+    def close(self) -> None:
+        """Ends the context's threads."""
+        self.context.close()
+
+
+def open_kernels(
+    cache: Path,
+    progress: Progress,
+    *,
+    threads: int,
+    instruction_set: InstructionSet | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> CpuKernels:
+    """Builds the library if need be, and opens it. Raises KernelsUnavailable with the reason."""
+    path = ensure_library(cache, progress, os.environ if environment is None else environment)
+    return CpuKernels(Context(path, threads, instruction_set))
+
+
+def instruction_set_for(head_dim: int, supported: list[InstructionSet]) -> InstructionSet:
+    """The best of `supported` whose vectors fill a head. Raises KernelsUnavailable if none does."""
+    widths = {InstructionSet.PORTABLE: 4, InstructionSet.AVX2: 8, InstructionSet.AVX512: 16}
+    fitting = [each for each in supported if head_dim % widths[each] == 0]
+    if not fitting or head_dim > MAX_HEAD_DIM:
+        raise KernelsUnavailable(f"head_dim {head_dim} is not a multiple of 4 up to {MAX_HEAD_DIM}")
+    return max(fitting, key=lambda each: each.value)

@@ -1,0 +1,376 @@
+// Paged attention for any mix of prefill chunks and decodes: every sequence's scheduled tokens
+// attend to its context so far through its block table.
+//
+// Work is divided into units of (sequence, KV heads, a few query positions): the query heads of a
+// KV head and the positions share each tile of keys, and a decoding sequence takes all KV heads of
+// a tile in turn, because their keys lie side by side in memory. A context is always cut at
+// multiples of kSplitKeys of the absolute position; each part has its own softmax and the parts
+// are merged in ascending order. With few units the parts of one unit run on several threads: the
+// same parts, the same merges, so the same bits.
+#include "attention_tile.h"
+#include "kernels.h"
+
+namespace TWK_NAMESPACE {
+namespace {
+
+constexpr int64_t kSplitKeys = 256;  // a multiple of kTileKeys
+constexpr int64_t kRowsPerUnit = 48;
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+
+struct Unit {
+  int64_t sequence;
+  int64_t head, heads;          // KV heads [head, head + heads)
+  int64_t query, count;        // scheduled tokens [query, query + count) of the sequence
+  int64_t first_split, splits;  // parts of the context that any of its rows sees
+  int64_t partial;              // index of its first stored part's rows
+};
+
+struct Shape {
+  const twk::AttentionCall& call;
+  const TwkCache& cache;
+  const TwkBatch& batch;
+  int64_t dim, group;
+  int64_t row_limit;   // most rows a unit can have
+  int64_t head_limit;  // most KV heads a unit can have
+};
+
+// A unit's rows: KV head by KV head, in each the positions, at each the query heads of the group.
+int64_t row_count(const Shape& shape, const Unit& unit) {
+  return unit.heads * unit.count * shape.group;
+}
+
+// A finished part or the whole: `sums` holds one number per row.
+struct Part {
+  float* largest;
+  float* sums;
+  float* out;
+};
+
+int64_t part_floats(const Shape& shape, int64_t rows) { return rows * (2 + shape.dim); }
+
+Part part_at(float* memory, int64_t rows) { return {memory, memory + rows, memory + 2 * rows}; }
+
+// A thread's working memory for one unit.
+struct Workspace {
+  explicit Workspace(const Shape& shape, float* memory) {
+    const int64_t rows = shape.row_limit, dim = shape.dim;
+    const auto take = [&](int64_t floats) {
+      float* const start = memory;
+      memory += (floats + 15) / 16 * 16;
+      return start;
+    };
+    queries = take(rows * dim);
+    scores = take(rows * kTileKeys);
+    transposed = take(dim * kTileKeys);
+    values = take(dim * kTileKeys);
+    running = {take(rows), take(rows * kWidth), take(rows * dim)};
+    whole = take(part_floats(shape, rows));
+    next = take(part_floats(shape, rows));
+  }
+  static int64_t bytes(const Shape& shape) {
+    const int64_t rows = shape.row_limit, dim = shape.dim;
+    return 4 * (rows * (2 * dim + kTileKeys + kWidth + 1) + 2 * dim * kTileKeys +
+                2 * part_floats(shape, rows) + 9 * 16);
+  }
+
+  float *queries, *scores, *transposed, *values, *whole, *next;
+  Running running;
+};
+
+int64_t query_length(const TwkBatch& batch, int64_t sequence) {
+  return batch.query_starts[sequence + 1] - batch.query_starts[sequence];
+}
+
+int64_t first_position(const TwkBatch& batch, const Unit& unit) {
+  return batch.context_lengths[unit.sequence] - query_length(batch, unit.sequence) + unit.query;
+}
+
+int64_t window_start(int64_t position, int64_t window) {
+  return window > 0 ? larger(0, position - window + 1) : 0;
+}
+
+void load_queries(const Shape& shape, const Unit& unit, float* out) {
+  const twk::AttentionCall& call = shape.call;
+  const Vec scale = set(call.scale * kLog2E);
+  const int64_t first = shape.batch.query_starts[unit.sequence] + unit.query;
+  const int64_t width = shape.group * shape.dim;
+  for (int64_t head = unit.head; head < unit.head + unit.heads; ++head) {
+    for (int64_t token = first; token < first + unit.count; ++token) {
+      const float* in = call.queries + token * call.query_stride + head * width;
+      for (int64_t d = 0; d < width; d += kWidth) store(out + d, load(in + d) * scale);
+      out += width;
+    }
+  }
+}
+
+// Calls body(position, slot) for positions [begin, end) of a sequence, block by block.
+template <typename Body>
+TWK_INLINE void each_slot(const Shape& shape, int64_t sequence, int64_t begin, int64_t end,
+                          const Body& body) {
+  const int32_t* table = shape.batch.block_tables + sequence * shape.batch.table_stride;
+  const int64_t size = shape.cache.block_size;
+  int64_t position = begin;
+  for (int64_t block = begin / size; position < end; ++block) {
+    const int64_t shift = (table[block] - block) * size, last = smaller(end, (block + 1) * size);
+    for (; position < last; ++position) body(position, position + shift);
+  }
+}
+
+// Fills the tile's keys and values of one KV head from the cache's blocks.
+template <typename Stored>
+void load_tile(const Shape& shape, const Unit& unit, int64_t head, KeyTile& tile, float* values) {
+  const int64_t stride = shape.cache.kv_heads * shape.dim;
+  const Stored* cached_keys = static_cast<const Stored*>(shape.cache.keys) + head * shape.dim;
+  const Stored* cached_values = static_cast<const Stored*>(shape.cache.values) + head * shape.dim;
+  const Stored* keys[kTileKeys];
+  each_slot(shape, unit.sequence, tile.start + tile.begin, tile.start + tile.end,
+            [&](int64_t position, int64_t slot) __attribute__((always_inline)) {
+              const int64_t key = position - tile.start;
+              keys[key] = cached_keys + slot * stride;
+              const Stored* value = cached_values + slot * stride;
+              if constexpr (sizeof(Stored) == sizeof(float)) {
+                tile.values[key] = value;
+              } else {
+                float* out = values + key * shape.dim;
+                for (int64_t d = 0; d < shape.dim; d += kWidth) store(out + d, load(value + d));
+                tile.values[key] = out;
+              }
+            });
+  transpose_keys(keys, tile, shape.dim);
+}
+
+// Asks for the keys and values of all the unit's heads at some positions ahead of their use. The
+// blocks lie anywhere, so no prefetcher of the machine can foresee them.
+//
+// Inlined by force: GCC takes a function that only prefetches for one without effect and drops it.
+template <typename Stored>
+TWK_INLINE void fetch_stored(const Shape& shape, const Unit& unit, int64_t begin, int64_t end) {
+  const int64_t stride = shape.cache.kv_heads * shape.dim * static_cast<int64_t>(sizeof(Stored));
+  const int64_t first = unit.head * shape.dim * static_cast<int64_t>(sizeof(Stored));
+  const int64_t last = first + unit.heads * shape.dim * static_cast<int64_t>(sizeof(Stored));
+  const char* keys = static_cast<const char*>(shape.cache.keys);
+  const char* values = static_cast<const char*>(shape.cache.values);
+  each_slot(shape, unit.sequence, begin, end,
+            [&](int64_t, int64_t slot) __attribute__((always_inline)) {
+              const int64_t row = slot * stride;
+              for (int64_t at = row + first; at < row + last; at += 64) {
+                __builtin_prefetch(keys + at, 0, 3);
+                __builtin_prefetch(values + at, 0, 3);
+              }
+            });
+}
+
+TWK_INLINE void fetch_positions(const Shape& shape, const Unit& unit, int64_t begin, int64_t end) {
+  if (shape.cache.kind == TWK_KV_BF16) {
+    fetch_stored<uint16_t>(shape, unit, begin, end);
+  } else {
+    fetch_stored<float>(shape, unit, begin, end);
+  }
+}
+
+// The rows of the unit's KV head `which` over one tile of that head's keys.
+void attend_tile(const Shape& shape, const Unit& unit, int64_t which, const KeyTile& tile,
+                 Workspace& space) {
+  const int64_t rows = unit.count * shape.group, position = first_position(shape.batch, unit);
+  const int64_t first = which * rows;
+  for (int64_t row = first; row < first + rows; row += kTileRows) {
+    const int64_t count = smaller(kTileRows, first + rows - row);
+    Span spans[kTileRows];
+    for (int64_t r = 0; r < count; ++r) {
+      const int64_t own = position + (row - first + r) / shape.group;
+      spans[r].begin = window_start(own, shape.call.window) - tile.start;
+      spans[r].end = own + 1 - tile.start;
+    }
+    const Running state{space.running.largest + row, space.running.sums + row * kWidth,
+                        space.running.out + row * shape.dim};
+    attend_rows(count, space.queries + row * shape.dim, tile, spans, shape.dim,
+                space.scores + row * kTileKeys, state);
+  }
+}
+
+// Attention over one part of the context, into `out` unnormalised; sums 0 for rows that see none.
+void attend_split(const Shape& shape, const Unit& unit, int64_t split, Workspace& space, Part out) {
+  const int64_t rows = row_count(shape, unit), position = first_position(shape.batch, unit);
+  const Running& running = space.running;
+  for (int64_t row = 0; row < rows; ++row) running.largest[row] = kMasked;
+  memset(running.sums, 0, static_cast<size_t>(rows * kWidth) * sizeof(float));
+  memset(running.out, 0, static_cast<size_t>(rows * shape.dim) * sizeof(float));
+  const int64_t begin = larger(split * kSplitKeys, window_start(position, shape.call.window));
+  const int64_t end = smaller((split + 1) * kSplitKeys, position + unit.count);
+  const int64_t first = begin / kTileKeys * kTileKeys;
+  if (unit.heads > 1) fetch_positions(shape, unit, begin, smaller(end, first + kTileKeys));
+  for (int64_t start = first; start < end; start += kTileKeys) {
+    KeyTile tile;
+    tile.start = start;
+    tile.begin = larger(begin - start, 0);
+    tile.end = smaller(end - start, kTileKeys);
+    tile.transposed = space.transposed;
+    for (int64_t which = 0; which < unit.heads; ++which) {
+      if (shape.cache.kind == TWK_KV_BF16) {
+        load_tile<uint16_t>(shape, unit, unit.head + which, tile, space.values);
+      } else {
+        load_tile<float>(shape, unit, unit.head + which, tile, space.values);
+      }
+      const int64_t next = start + kTileKeys;  // each head asks for its share of the next tile
+      const int64_t from = next + kTileKeys * which / unit.heads;
+      const int64_t to = smaller(end, next + kTileKeys * (which + 1) / unit.heads);
+      fetch_positions(shape, unit, from, to);
+      attend_tile(shape, unit, which, tile, space);
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    out.largest[row] = running.largest[row];
+    out.sums[row] = sum(load(running.sums + row * kWidth));
+  }
+  memcpy(out.out, running.out, static_cast<size_t>(rows * shape.dim) * sizeof(float));
+}
+
+// Takes the next part into the whole; the first one that a row sees becomes its whole.
+void merge(Part whole, Part next, int64_t rows, int64_t dim) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (next.sums[row] == 0.0f) continue;
+    float* out = whole.out + row * dim;
+    const float* added = next.out + row * dim;
+    if (whole.sums[row] == 0.0f) {
+      whole.largest[row] = next.largest[row];
+      whole.sums[row] = next.sums[row];
+      memcpy(out, added, static_cast<size_t>(dim) * sizeof(float));
+      continue;
+    }
+    const float before = whole.largest[row], found = next.largest[row];
+    const float largest_score = found > before ? found : before;
+    const Vec keep = exp2_negative(set(before - largest_score));
+    const Vec take = exp2_negative(set(found - largest_score));
+    for (int64_t d = 0; d < dim; d += kWidth) {
+      store(out + d, fma(load(added + d), take, load(out + d) * keep));
+    }
+    float lanes[kWidth];
+    store(lanes, fma(set(next.sums[row]), take, set(whole.sums[row]) * keep));
+    whole.sums[row] = lanes[0];
+    whole.largest[row] = largest_score;
+  }
+}
+
+void finish(const Shape& shape, const Unit& unit, Part whole) {
+  const twk::AttentionCall& call = shape.call;
+  for (int64_t row = 0; row < row_count(shape, unit); ++row) {
+    const int64_t place = row / shape.group;
+    const int64_t token =
+        shape.batch.query_starts[unit.sequence] + unit.query + place % unit.count;
+    const int64_t head = (unit.head + place / unit.count) * shape.group + row % shape.group;
+    const float total = whole.sums[row];
+    const Vec inverse = set(total == 0.0f ? 0.0f : 1.0f / total);
+    float* out = call.out + token * call.out_stride + head * shape.dim;
+    for (int64_t d = 0; d < shape.dim; d += kWidth) {
+      store(out + d, load(whole.out + row * shape.dim + d) * inverse);
+    }
+    if (call.log_sum_exp != nullptr) {
+      call.log_sum_exp[token * call.q_heads + head] =
+          total == 0.0f ? kMasked : whole.largest[row] * kLn2 + __builtin_logf(total);
+    }
+  }
+}
+
+void clear(Part part, int64_t rows, int64_t dim) {
+  memset(part.sums, 0, static_cast<size_t>(rows) * sizeof(float));
+  memset(part.out, 0, static_cast<size_t>(rows * dim) * sizeof(float));
+  for (int64_t row = 0; row < rows; ++row) part.largest[row] = kMasked;
+}
+
+// Writes the units of the batch to `units` if not null; returns how many there are.
+int64_t list_units(const Shape& shape, Unit* units) {
+  const int64_t positions = larger(1, kRowsPerUnit / shape.group), kv_heads = shape.cache.kv_heads;
+  int64_t count = 0, partial = 0;
+  for (int64_t sequence = 0; sequence < shape.batch.sequences; ++sequence) {
+    const int64_t length = query_length(shape.batch, sequence);
+    if (length == 0) continue;
+    const int64_t fitting = kRowsPerUnit / (smaller(length, positions) * shape.group);
+    const int64_t heads = larger(1, smaller(fitting, shape.head_limit));
+    for (int64_t head = 0; head < kv_heads; head += heads) {
+      for (int64_t query = 0; query < length; query += positions) {
+        Unit unit{sequence, head,    smaller(heads, kv_heads - head),
+                  query,    smaller(positions, length - query),
+                  0,        0,       partial};
+        const int64_t position = first_position(shape.batch, unit);
+        unit.first_split = window_start(position, shape.call.window) / kSplitKeys;
+        unit.splits = (position + unit.count - 1) / kSplitKeys + 1 - unit.first_split;
+        partial += unit.splits;
+        if (units != nullptr) units[count] = unit;
+        ++count;
+      }
+    }
+  }
+  return count;
+}
+
+void run_units(TwkContext* context, const Shape& shape, const Unit* units, int64_t count) {
+  parallel(context, count, [&](int64_t index, int thread) {
+    const Unit& unit = units[index];
+    const int64_t rows = row_count(shape, unit);
+    Workspace space(shape, static_cast<float*>(twk::thread_scratch(context, thread,
+                                                                   Workspace::bytes(shape))));
+    load_queries(shape, unit, space.queries);
+    const Part whole = part_at(space.whole, rows), next = part_at(space.next, rows);
+    clear(whole, rows, shape.dim);
+    for (int64_t split = 0; split < unit.splits; ++split) {
+      attend_split(shape, unit, unit.first_split + split, space, next);
+      merge(whole, next, rows, shape.dim);
+    }
+    finish(shape, unit, whole);
+  });
+}
+
+// Parts of all units in parallel, then their merges.
+void run_splits(TwkContext* context, const Shape& shape, const Unit* units, int64_t count) {
+  const int64_t parts = units[count - 1].partial + units[count - 1].splits;
+  const int64_t floats = part_floats(shape, shape.row_limit);
+  float* memory = static_cast<float*>(
+      twk::scratch(context, twk::Use::kPartials, (parts + count) * floats * 4));
+  parallel(context, parts, [&](int64_t part, int thread) {
+    int64_t index = 0;
+    while (index + 1 < count && units[index + 1].partial <= part) ++index;
+    const Unit& unit = units[index];
+    Workspace space(shape, static_cast<float*>(twk::thread_scratch(context, thread,
+                                                                   Workspace::bytes(shape))));
+    load_queries(shape, unit, space.queries);
+    attend_split(shape, unit, unit.first_split + part - unit.partial, space,
+                 part_at(memory + part * floats, row_count(shape, unit)));
+  });
+  parallel(context, count, [&](int64_t index, int) {
+    const Unit& unit = units[index];
+    const int64_t rows = row_count(shape, unit);
+    const Part whole = part_at(memory + (parts + index) * floats, rows);
+    clear(whole, rows, shape.dim);
+    for (int64_t split = 0; split < unit.splits; ++split) {
+      merge(whole, part_at(memory + (unit.partial + split) * floats, rows), rows, shape.dim);
+    }
+    finish(shape, unit, whole);
+  });
+}
+
+}  // namespace
+
+void attention(TwkContext* context, const twk::AttentionCall& call, const TwkCache& cache,
+               const TwkBatch& batch) {
+  const int64_t group = call.q_heads / cache.kv_heads;
+  const int threads = twk::thread_count(context);
+  const int64_t row_limit = larger(kRowsPerUnit, group);
+  Shape shape{call, cache, batch, cache.head_dim, group, row_limit, cache.kv_heads};
+  int64_t count = list_units(shape, nullptr);
+  if (count == 0) return;
+  if (threads > 1 && count < 4 * threads) {
+    shape.head_limit = 1;
+    count = list_units(shape, nullptr);
+  }
+  Unit* units = static_cast<Unit*>(twk::scratch(context, twk::Use::kTasks,
+                                                count * static_cast<int64_t>(sizeof(Unit))));
+  list_units(shape, units);
+  const int64_t parts = units[count - 1].partial + units[count - 1].splits;
+  if (threads > 1 && count < 4 * threads && parts > count) {
+    run_splits(context, shape, units, count);
+  } else {
+    run_units(context, shape, units, count);
+  }
+}
+
+}  // namespace TWK_NAMESPACE

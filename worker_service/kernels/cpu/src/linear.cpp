@@ -1,0 +1,262 @@
+// y = x W^T (+ bias) for packed W.
+//
+// Batch invariance: y[row, column] is one chain of fused multiply-adds over k, ascending, from 0
+// (int8: one chain per group of columns, then one multiply-add of the chain and its scale into
+// the sum of the groups before). How rows are tiled, k is cut and panels are shared among threads
+// changes which element is computed when, never an element's own chain: a chain that is
+// interrupted is stored to y as it stands and taken up again.
+//
+// Few rows: one pass over the panel for all of them; the weights' stream from memory is the cost.
+// Many rows: k in pieces whose panel part stays in the first cache while every tile of rows passes
+// over it; meanwhile the next piece is fetched.
+#include "kernels.h"
+#include "panels.h"
+
+namespace TWK_NAMESPACE {
+namespace {
+
+constexpr int64_t kPieceBytes = 36 * 1024;   // of weights, beside a tile of x in the first cache
+constexpr int64_t kFetchAhead = 4096;
+constexpr int64_t kRowsPerTask = 64;         // a multiple of kTileRows
+constexpr int64_t kGroupBytes = 768 * 1024;  // of x, read once per panel: in the second cache
+
+// What one pass of a tile reads and writes.
+struct Pass {
+  const void* weights;  // [length][kPanelWidth]
+  const float* x;
+  int64_t x_stride;
+  int64_t length;
+  float* y;
+  int64_t y_stride;
+  bool first;           // start at 0 instead of at y
+  const float* scales;  // scaled only
+  const float* bias;    // added at the end, or null
+  const char* fetch;    // memory that will be needed next
+};
+
+template <int kFetch>
+TWK_INLINE void fetch_lines(const char* at) {
+  TWK_UNROLL for (int line = 0; line < kFetch; ++line) __builtin_prefetch(at + line * 64, 0, 2);
+}
+
+// kFetch: lines fetched ahead for each 192 bytes of weights read, 3 keeping pace with the stream.
+template <int kRows, typename Weight, bool kScaled, int kFetch>
+void tile(const Pass& pass) {
+  constexpr int kStepBytes = kPanelWidth * static_cast<int>(sizeof(Weight));
+  constexpr int kUnroll = kStepBytes >= 192 ? 1 : kStepBytes >= 96 ? 2 : kStepBytes >= 48 ? 4 : 8;
+  Vec sums[kRows][kPanelVectors];
+  TWK_UNROLL for (int r = 0; r < kRows; ++r) {
+    TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+      sums[r][v] =
+          kScaled || pass.first ? zero() : load(pass.y + r * pass.y_stride + v * kWidth);
+    }
+  }
+  const Weight* weights = static_cast<const Weight*>(pass.weights);
+  const float* x = pass.x;
+  const int64_t stride = pass.x_stride;
+  const char* fetch = pass.fetch;
+  const auto step = [&](const Weight* at, int64_t column) __attribute__((always_inline)) {
+    Vec w[kPanelVectors];
+    TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) w[v] = load(at + v * kWidth);
+    TWK_UNROLL for (int r = 0; r < kRows; ++r) {
+      const Vec value = set(x[r * stride + column]);
+      TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) sums[r][v] = fma(value, w[v], sums[r][v]);
+    }
+  };
+  int64_t column = 0;
+  for (; column + kUnroll <= pass.length; column += kUnroll) {
+    fetch_lines<kFetch>(fetch);
+    fetch += kFetch * 64;
+    TWK_UNROLL for (int u = 0; u < kUnroll; ++u) step(weights + u * kPanelWidth, column + u);
+    weights += kUnroll * kPanelWidth;
+  }
+  for (; column < pass.length; ++column) {
+    step(weights, column);
+    weights += kPanelWidth;
+  }
+  TWK_UNROLL for (int r = 0; r < kRows; ++r) {
+    float* y = pass.y + r * pass.y_stride;
+    TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
+      Vec sum = sums[r][v];
+      if (kScaled) {
+        sum = fma(sum, load(pass.scales + v * kWidth), pass.first ? zero() : load(y + v * kWidth));
+      }
+      if (pass.bias != nullptr) sum = sum + load(pass.bias + v * kWidth);
+      store(y + v * kWidth, sum);
+    }
+  }
+}
+
+template <typename Weight, bool kScaled, int kFetch>
+void tile_of(int64_t rows, const Pass& pass) {
+  switch (rows) {
+    case 1: return tile<1, Weight, kScaled, kFetch>(pass);
+    case 2: return tile<2, Weight, kScaled, kFetch>(pass);
+    case 3: return tile<3, Weight, kScaled, kFetch>(pass);
+    case 4: return tile<4, Weight, kScaled, kFetch>(pass);
+#if TWK_ISA == 2 || defined(__aarch64__)
+    case 5: return tile<5, Weight, kScaled, kFetch>(pass);
+    case 6: return tile<6, Weight, kScaled, kFetch>(pass);
+    case 7: return tile<7, Weight, kScaled, kFetch>(pass);
+    case 8: return tile<8, Weight, kScaled, kFetch>(pass);
+#endif
+    default: __builtin_unreachable();
+  }
+}
+
+// One panel's outputs for some rows: where they go, whole panels straight into y, the last narrow
+// one by way of a buffer.
+struct Block {
+  const Panels* panels;
+  int64_t index;
+  const float* bias;  // of this panel, kPanelWidth long, or null
+  const float* x;
+  int64_t x_stride;
+  int64_t rows;
+  float* y;
+  int64_t y_stride;
+  float* expanded;  // room for one group as float32
+};
+
+// Rows [begin, end) of tile `which` of `count` nearly equal ones.
+TWK_INLINE int64_t tile_begin(int64_t rows, int64_t count, int64_t which) {
+  return rows * which / count;
+}
+
+void expand(const int8_t* values, int64_t count, float* out) {
+  for (int64_t i = 0; i < count; i += kWidth) store(out + i, load(values + i));
+}
+
+void block_f32(const Block& block) {
+  const int64_t k = block.panels->k;
+  const float* panel = reinterpret_cast<const float*>(block.panels->panel(block.index));
+  const int64_t tiles = ceil_div(block.rows, kTileRows);
+  const int64_t piece = tiles == 1 ? k : kPieceBytes / (kPanelWidth * 4);
+  for (int64_t column = 0; column < k; column += piece) {
+    const int64_t length = smaller(piece, k - column);
+    const float* weights = panel + column * kPanelWidth;
+    const int64_t bytes = length * kPanelWidth * 4;
+    for (int64_t which = 0; which < tiles; ++which) {
+      const int64_t begin = tile_begin(block.rows, tiles, which);
+      const int64_t rows = tile_begin(block.rows, tiles, which + 1) - begin;
+      Pass pass{weights, block.x + begin * block.x_stride + column, block.x_stride, length,
+                block.y + begin * block.y_stride, block.y_stride, column == 0, nullptr,
+                column + length == k ? block.bias : nullptr,
+                reinterpret_cast<const char*>(weights) + bytes};
+      if (tiles == 1) {
+        pass.fetch = reinterpret_cast<const char*>(weights) + kFetchAhead;
+        tile_of<float, false, 3>(rows, pass);
+      } else if (tiles == 2) {
+        pass.fetch += which * (bytes * 2 / 3);
+        tile_of<float, false, 2>(rows, pass);
+      } else if (tiles > 2 && which < 3) {
+        pass.fetch += which * (bytes / 3);
+        tile_of<float, false, 1>(rows, pass);
+      } else {
+        tile_of<float, false, 0>(rows, pass);
+      }
+    }
+  }
+}
+
+void block_i8(const Block& block) {
+  const Panels& panels = *block.panels;
+  const int64_t tiles = ceil_div(block.rows, kTileRows);
+  for (int64_t group = 0; group < panels.groups; ++group) {
+    const float* scales = reinterpret_cast<const float*>(panels.scales(block.index, group));
+    const int8_t* values = reinterpret_cast<const int8_t*>(scales + kPanelWidth);
+    const int64_t length = panels.group_length(group);
+    const int64_t column = group * panels.group;
+    if (tiles > 1) expand(values, length * kPanelWidth, block.expanded);
+    for (int64_t which = 0; which < tiles; ++which) {
+      const int64_t begin = tile_begin(block.rows, tiles, which);
+      const int64_t rows = tile_begin(block.rows, tiles, which + 1) - begin;
+      Pass pass{values, block.x + begin * block.x_stride + column, block.x_stride, length,
+                block.y + begin * block.y_stride, block.y_stride, group == 0, scales,
+                group + 1 == panels.groups ? block.bias : nullptr,
+                reinterpret_cast<const char*>(values) + length * kPanelWidth};
+      if (tiles == 1) {
+        pass.fetch = reinterpret_cast<const char*>(values) + kFetchAhead;
+        tile_of<int8_t, true, 3>(rows, pass);
+        continue;
+      }
+      pass.weights = block.expanded;
+      if (which == 0) {
+        tile_of<float, true, 1>(rows, pass);
+      } else {
+        tile_of<float, true, 0>(rows, pass);
+      }
+    }
+  }
+}
+
+void run_block(const Block& block) {
+  if (block.panels->quantized) {
+    block_i8(block);
+  } else {
+    block_f32(block);
+  }
+}
+
+// The last panel where n is no multiple of its width: in a buffer, then the lanes that exist.
+void narrow_block(Block block, int64_t lanes, const float* bias) {
+  float padded[kPanelWidth];
+  if (bias != nullptr) {
+    for (int64_t lane = 0; lane < kPanelWidth; ++lane) padded[lane] = lane < lanes ? bias[lane] : 0;
+    block.bias = padded;
+  }
+  float tile_out[kTileRows * kPanelWidth];
+  const int64_t rows = block.rows, tiles = ceil_div(rows, kTileRows);
+  const float* x = block.x;
+  float* y = block.y;
+  const int64_t y_stride = block.y_stride;
+  for (int64_t which = 0; which < tiles; ++which) {
+    const int64_t begin = tile_begin(rows, tiles, which);
+    block.rows = tile_begin(rows, tiles, which + 1) - begin;
+    block.x = x + begin * block.x_stride;
+    block.y = tile_out;
+    block.y_stride = kPanelWidth;
+    run_block(block);
+    for (int64_t row = 0; row < block.rows; ++row) {
+      memcpy(y + (begin + row) * y_stride, tile_out + row * kPanelWidth,
+             static_cast<size_t>(lanes) * sizeof(float));
+    }
+  }
+}
+
+}  // namespace
+
+void linear(TwkContext* context, const TwkPacked& packed, const float* bias, const float* x,
+            int64_t x_stride, int64_t rows, float* y, int64_t y_stride) {
+  if (rows <= 0 || packed.n <= 0) return;
+  const Panels panels(packed);
+  const int64_t chunks = ceil_div(rows, kRowsPerTask);
+  // Panel after panel over a group of chunks; then the next group.
+  const int64_t group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
+  parallel(context, panels.count * chunks, [&](int64_t task, int thread) {
+    const int64_t first = task / (panels.count * group) * group;
+    const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
+    const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
+    Block block{};
+    block.panels = &panels;
+    block.index = index;
+    block.bias = bias == nullptr ? nullptr : bias + index * kPanelWidth;
+    block.x = x + begin * x_stride;
+    block.x_stride = x_stride;
+    block.rows = smaller(kRowsPerTask, rows - begin);
+    block.y = y + begin * y_stride + index * kPanelWidth;
+    block.y_stride = y_stride;
+    if (panels.quantized && block.rows > kTileRows) {
+      block.expanded = static_cast<float*>(
+          twk::thread_scratch(context, thread, panels.group * kPanelWidth * 4));
+    }
+    const int64_t lanes = panels.lanes(index);
+    if (lanes == kPanelWidth) {
+      run_block(block);
+    } else {
+      narrow_block(block, lanes, block.bias);
+    }
+  });
+}
+
+}  // namespace TWK_NAMESPACE

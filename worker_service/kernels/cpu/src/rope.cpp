@@ -1,0 +1,57 @@
+// Rotary position embedding (rotate-half pairs i, i + rotary_dim / 2; Su et al., RoFormer) on the
+// q and k parts of a projected row, optional RMSNorm per head before it, and the write of k and v
+// into the paged cache.
+#include "kernels.h"
+#include "parallel.h"
+
+namespace TWK_NAMESPACE {
+namespace {
+
+void rotate(float* head, const float* cosines, const float* sines, int64_t half) {
+  for (int64_t i = 0; i < half; ++i) {
+    const float low = head[i], high = head[i + half];
+    head[i] = low * cosines[i] - high * sines[i];
+    head[i + half] = high * cosines[i] + low * sines[i];
+  }
+}
+
+// To nearest, ties to even; NaN stays NaN.
+uint16_t to_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  if (x != x) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+void write_row(void* cache, int32_t kind, int64_t offset, const float* row, int64_t width) {
+  if (kind == TWK_KV_F32) {
+    memcpy(static_cast<float*>(cache) + offset, row, static_cast<size_t>(width) * sizeof(float));
+    return;
+  }
+  uint16_t* out = static_cast<uint16_t*>(cache) + offset;
+  for (int64_t i = 0; i < width; ++i) out[i] = to_bf16(row[i]);
+}
+
+}  // namespace
+
+void rope_write(TwkContext* context, const twk::RopeCall& call, const TwkCache& cache,
+                const TwkBatch& batch) {
+  const int64_t dim = cache.head_dim, half = call.rotary_dim / 2, width = cache.kv_heads * dim;
+  parallel_rows(context, batch.tokens, call.stride, [&](int64_t token) {
+    float* row = call.qkv + token * call.stride;
+    const float* cosines = call.cosines + batch.positions[token] * half;
+    const float* sines = call.sines + batch.positions[token] * half;
+    for (int64_t head = 0; head < call.q_heads + cache.kv_heads; ++head) {
+      const float* norm = head < call.q_heads ? call.q_norm : call.k_norm;
+      if (norm != nullptr) normalize(row + head * dim, norm, call.epsilon, dim, row + head * dim);
+      rotate(row + head * dim, cosines, sines, half);
+    }
+    const int64_t slot = batch.slots[token];
+    if (slot < 0) return;
+    const float* keys = row + call.q_heads * dim;
+    write_row(cache.keys, cache.kind, slot * width, keys, width);
+    write_row(cache.values, cache.kind, slot * width, keys + width, width);
+  });
+}
+
+}  // namespace TWK_NAMESPACE

@@ -1,0 +1,35 @@
+// This instruction set's table, under the name that the dispatcher asks for.
+#include "table.h"
+
+#include "kernels.h"
+
+namespace TWK_NAMESPACE {
+namespace {
+
+#if TWK_ISA == 2
+constexpr const char* kName = "avx512";
+#elif TWK_ISA == 1
+constexpr const char* kName = "avx2";
+#else
+constexpr const char* kName = "portable";
+#endif
+
+constexpr twk::Kernels kTable = {
+    kName,    kWidth,        packed_bytes,   pack,       linear,    gather,
+    rms_norm, silu_multiply, row_statistics, rope_write, attention, decode,
+};
+
+}  // namespace
+}  // namespace TWK_NAMESPACE
+
+namespace twk {
+
+#if TWK_ISA == 2
+const Kernels* avx512_kernels() { return &TWK_NAMESPACE::kTable; }
+#elif TWK_ISA == 1
+const Kernels* avx2_kernels() { return &TWK_NAMESPACE::kTable; }
+#else
+const Kernels* portable_kernels() { return &TWK_NAMESPACE::kTable; }
+#endif
+
+}  // namespace twk
