@@ -17,7 +17,7 @@ BENCHES ?= scheduler_cost control_cost transformers_throughput
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test check lint breaking format protos bench lock clean
+.PHONY: help setup run model test exactness check lint breaking format protos bench lock clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -34,7 +34,9 @@ $(STUBS): $(INSTALLED) $(PROTOS) hatch_build.py
 	$(BIN)/python hatch_build.py
 	touch $@
 
+# Without a compiler torch serves: the line says so and is no failure.
 setup: $(STUBS)  ## make the environment, .venv, with both planes and the tools
+	-@$(BIN)/python -m worker_service.kernels.cpu
 
 model: $(STUBS)
 	$(BIN)/twinplane model pull $(MODEL)
@@ -44,6 +46,9 @@ run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
 
 test: lint model  ## everything CI runs
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+exactness: model  ## the whole exactness matrix: about 40 minutes
+	$(BIN)/python -m tests.exactness $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not model and not gpu' $(QUICK_TESTS) $(ARGS)

@@ -34,6 +34,18 @@ class WorkerConfig:
         group=_MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+    quantization: str = option(
+        "none",
+        "how weights are kept (int8: a quarter of the memory, compiled CPU kernels only)",
+        group=_MODEL,
+        choices=("none", "int8"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "number format of KV (auto: that of dtype; bfloat16 under float32: compiled kernels only)",
+        group=_MODEL,
+        choices=("auto", "float32", "bfloat16"),
+    )
     seed: int = option(0, "reported to controllers; sampling never depends on it", group=_MODEL)
 
     block_size: int = option(16, "tokens per KV block", group=_LIMITS)
@@ -54,7 +66,9 @@ class WorkerConfig:
         "auto", "what executes the steps", group=_DEVICE, choices=("auto", "cpu", "cuda")
     )
     attention_backend: str | None = option(
-        None, "attention backend (default: the first that can run)", group=_DEVICE
+        None,
+        "what computes the model: compiled, torch or reference (default: the first that can run)",
+        group=_DEVICE,
     )
     threads: int | None = option(None, "CPU threads of the device", group=_DEVICE)
 

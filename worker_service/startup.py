@@ -15,7 +15,7 @@ from typing import Any
 from twinplane import models
 from worker_service.config import WorkerConfig
 from worker_service.domain import DataType, Limits, Runner
-from worker_service.runner.options import RunnerOptions
+from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
 
 _DEFAULT_VOCABULARY_SIZE = 32_000
@@ -67,6 +67,8 @@ def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner
         model_name=_model_name(config),
         device=device,
         data_type=None if config.dtype == "auto" else DataType(config.dtype),
+        quantization=Quantization(config.quantization),
+        kv_data_type=None if config.kv_cache_dtype == "auto" else DataType(config.kv_cache_dtype),
         block_size=config.block_size,
         kv_cache_bytes=_or_else(
             config.kv_cache_memory_bytes,

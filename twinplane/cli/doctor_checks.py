@@ -26,7 +26,8 @@ _WORKER = ("safetensors", "gguf")
 _DEFAULT_MODEL_BYTES = 1_000_000_000  # the pull's peak: wheel, GGUF and weights side by side
 _INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
-# Runs in a process of its own, which may take long or die; prints one JSON object.
+# Runs in a process of its own, which may take long or die; prints one JSON object. Compiles the CPU
+# kernels if no worker has.
 _PROBE = """
 import json, torch
 answer = {"torch": torch.__version__, "devices": [], "backends": {}}
@@ -34,15 +35,23 @@ answer["devices"].append(f"cpu ({torch.get_num_threads()} threads)")
 for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
     answer["devices"].append(f"cuda:{index} ({torch.cuda.get_device_name(index)})")
 from worker_service.attention.interface import AttentionConfig
-from worker_service.attention.selection import BACKENDS
+from worker_service.domain import DataType, Limits
+from worker_service.runner.forward_pass import PassConfig
+from worker_service.runner.options import Quantization
+from worker_service.runner.selection import PASSES
 on_gpu = torch.cuda.is_available()
-config = AttentionConfig(
+data_type = DataType.BFLOAT16 if on_gpu else DataType.FLOAT32
+attention = AttentionConfig(
     head_count=9, kv_head_count=3, head_dim=64, scale=0.125, layer_windows=(None,), block_size=16,
-    max_length=1024, data_type=torch.bfloat16 if on_gpu else torch.float32,
+    max_length=1024, data_type=getattr(torch, data_type.value),
     device=torch.device("cuda" if on_gpu else "cpu"),
 )
-for backend in BACKENDS:
-    answer["backends"][backend.name] = backend.probe(config)
+config = PassConfig(
+    attention=attention, limits=Limits(1, 1, 1024, 1024), quantization=Quantization.NONE,
+    kv_data_type=data_type, thread_count=None, progress=lambda line: None,
+)
+for kind in PASSES:
+    answer["backends"][kind.name] = kind.probe(config)
 print(json.dumps(answer))
 """
 

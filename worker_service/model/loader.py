@@ -34,18 +34,26 @@ class WeightLoader:
 
     def linear(self, outputs: dict[str, int], inputs: int, bias: bool) -> Linear:
         """One projection of the stacked outputs: `outputs` maps module names to row counts."""
+        weight, biases = self.stack(outputs, inputs, bias)
+        return make_linear(weight, biases, shared=False)
+
+    def stack(
+        self, outputs: dict[str, int], inputs: int, bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights [rows, inputs], valid until the next call, and biases [rows] of the modules
+        named by `outputs`, with their row counts, one below the other."""
         rows = sum(outputs.values())
         biases = None
         if bias:
             biases = torch.empty(rows, dtype=self._data_type, device=self._device)
-            self._stack({f"{name}.bias": (count,) for name, count in outputs.items()}, biases)
+            self._fill({f"{name}.bias": (count,) for name, count in outputs.items()}, biases)
         if self._scratch.numel() < rows * inputs:
             self._scratch = self._scratch.new_empty(rows * inputs)
         weight = self._scratch[: rows * inputs].view(rows, inputs)
-        self._stack({f"{name}.weight": (count, inputs) for name, count in outputs.items()}, weight)
-        return make_linear(weight, biases, shared=False)
+        self._fill({f"{name}.weight": (count, inputs) for name, count in outputs.items()}, weight)
+        return weight, biases
 
-    def _stack(self, parts: dict[str, tuple[int, ...]], out: torch.Tensor) -> None:
+    def _fill(self, parts: dict[str, tuple[int, ...]], out: torch.Tensor) -> None:
         """Converts the named tensors into `out`, one below the other."""
         start = 0
         for name, shape in parts.items():

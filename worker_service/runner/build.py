@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+from dataclasses import dataclass
 
 import torch
 
 from worker_service.attention.interface import AttentionConfig
-from worker_service.attention.selection import select_backend
 from worker_service.domain import Capability, DataType, Feature, Limits, Model, WeightVersion
 from worker_service.model.config import ModelConfig, parse_config
-from worker_service.model.registry import load_model
 from worker_service.runner.device import describe, open_device
+from worker_service.runner.forward_pass import ForwardPass, PassConfig
 from worker_service.runner.kv_cache import KVCache, blocks_within
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.runner.options import RunnerOptions
+from worker_service.runner.options import Quantization, RunnerOptions
+from worker_service.runner.selection import select_pass
 from worker_service.weights.checkpoint import Checkpoint
 from worker_service.weights.errors import LoadError, MemoryBudgetTooSmall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model that can run steps, what it can do, and its KV pool."""
+
+    capability: Capability
+    forward_pass: ForwardPass
+    cache: KVCache
+    device: torch.device
 
 
 def build_model_runner(options: RunnerOptions) -> ModelRunner:
@@ -24,6 +36,15 @@ def build_model_runner(options: RunnerOptions) -> ModelRunner:
 
     Raises LoadError, whose message says what to do, when the options cannot be met.
     """
+    loaded = load(options)
+    runner = ModelRunner(loaded.capability, loaded.forward_pass, loaded.cache, loaded.device)
+    options.progress("warming up")
+    runner.warm_up()
+    return runner
+
+
+def load(options: RunnerOptions) -> LoadedModel:
+    """The model without a runner. Raises LoadError."""
     if options.thread_count is not None:
         torch.set_num_threads(options.thread_count)
     device = open_device(options.device)
@@ -31,29 +52,37 @@ def build_model_runner(options: RunnerOptions) -> ModelRunner:
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
         config = parse_config(checkpoint.config)
         data_type = options.data_type or _default_data_type(config, device)
-        dtype: torch.dtype = getattr(torch, data_type.value)
-        block_count = blocks_within(options.kv_cache_bytes, config, options.block_size, data_type)
+        kv_data_type = options.kv_data_type or data_type
+        block_count = blocks_within(
+            options.kv_cache_bytes, config, options.block_size, kv_data_type
+        )
         limits = _limits(options, config, block_count)
-        attention = AttentionConfig(
-            head_count=config.head_count,
-            kv_head_count=config.kv_head_count,
-            head_dim=config.head_dim,
-            scale=1.0 / math.sqrt(config.head_dim),
-            layer_windows=config.layer_windows,
-            block_size=options.block_size,
-            max_length=limits.max_sequence_token_count,
-            data_type=dtype,
-            device=device,
+        pass_config = PassConfig(
+            attention=AttentionConfig(
+                head_count=config.head_count,
+                kv_head_count=config.kv_head_count,
+                head_dim=config.head_dim,
+                scale=1.0 / math.sqrt(config.head_dim),
+                layer_windows=config.layer_windows,
+                block_size=options.block_size,
+                max_length=limits.max_sequence_token_count,
+                data_type=getattr(torch, data_type.value),
+                device=device,
+            ),
+            limits=limits,
+            quantization=options.quantization,
+            kv_data_type=kv_data_type,
+            thread_count=options.thread_count,
+            progress=options.progress,
         )
-        backend_type = select_backend(attention, options.attention_backend)
+        chosen = select_pass(pass_config, options.attention_backend)
         options.progress("checking the weights' digest")
-        digest = checkpoint.digest()
-        model = load_model(
-            checkpoint, config, limits.max_sequence_token_count, dtype, device, options.progress
+        digest = _arithmetic_digest(
+            checkpoint.digest(), options.quantization, data_type, kv_data_type
         )
-        cache = KVCache(config, block_count, options.block_size, data_type, device)
-        backend = backend_type.build(attention, cache.layers)
-    runner = ModelRunner(
+        cache = KVCache(config, block_count, options.block_size, kv_data_type, device)
+        forward_pass = chosen.build(pass_config, config, checkpoint, cache)
+    return LoadedModel(
         capability=Capability(
             device=describe(device),
             model=Model(
@@ -64,24 +93,39 @@ def build_model_runner(options: RunnerOptions) -> ModelRunner:
             ),
             weight_version=WeightVersion(1, digest),
             limits=limits,
-            features=frozenset({Feature.HELD_SAMPLING}),
-            attention_backend=backend_type.name,
+            features=frozenset({Feature.HELD_SAMPLING}) | chosen.features,
+            attention_backend=chosen.name,
             random_seed=options.random_seed,
         ),
-        model=model,
+        forward_pass=forward_pass,
         cache=cache,
-        backend=backend,
         device=device,
     )
-    options.progress("warming up")
-    runner.warm_up()
-    return runner
 
 
 def _default_data_type(config: ModelConfig, device: torch.device) -> DataType:
     if device.type == "cpu":
         return DataType.FLOAT32
     return config.data_type or DataType.BFLOAT16
+
+
+def _arithmetic_digest(
+    content: str, quantization: Quantization, data_type: DataType, kv_data_type: DataType
+) -> str:
+    """The content's own digest; where a setting makes other tokens than float32, one of both.
+
+    A sequence then never goes on under other arithmetic than it began with.
+    """
+    settings = []
+    if data_type is not DataType.FLOAT32:
+        settings.append(f"dtype={data_type.value}")
+    if quantization is not Quantization.NONE:
+        settings.append(f"quantization={quantization.value}")
+    if kv_data_type is not data_type:
+        settings.append(f"kv_cache_dtype={kv_data_type.value}")
+    if not settings:
+        return content
+    return hashlib.sha256("\0".join((content, *settings)).encode()).hexdigest()
 
 
 def _limits(options: RunnerOptions, config: ModelConfig, block_count: int) -> Limits:

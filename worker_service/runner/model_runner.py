@@ -1,7 +1,7 @@
 """The real runner: a plan in, tokens out. Only what all models share.
 
 It joins collaborators and has no policy of its own: RequestState keeps the rows, InputBatch makes
-a step's inputs, the model runs them, the sampler draws.
+a step's inputs, the forward pass runs them, the sampler draws.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.attention.interface import AttentionBackend, AttentionBatch
 from worker_service.domain import (
     Capability,
     GrammarMasks,
@@ -25,8 +24,8 @@ from worker_service.domain import (
     StepPlan,
     StepResult,
 )
-from worker_service.model.interface import Model
 from worker_service.runner.device import free_bytes
+from worker_service.runner.forward_pass import ForwardPass
 from worker_service.runner.input_batch import InputBatch, prepare
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.request_state import RequestState
@@ -51,18 +50,17 @@ class ModelRunner:
     def __init__(
         self,
         capability: Capability,
-        model: Model,
+        forward_pass: ForwardPass,
         cache: KVCache,
-        backend: AttentionBackend,
         device: torch.device,
     ) -> None:
         self._capability = capability
-        self._model = model
+        self._forward_pass = forward_pass
         self._cache = cache
-        self._backend = backend
+        self._vocabulary_size = capability.model.vocabulary_size
         self._device = device
         self._state = RequestState(
-            capability.limits, cache.block_count, cache.block_size, model.config.vocabulary_size
+            capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
         )
         self._held: _PendingLogits | None = None
 
@@ -76,9 +74,9 @@ class ModelRunner:
             bytes_per_block=self._cache.bytes_per_block,
             layer_groups=self._cache.layer_groups,
             used_block_count=self._state.used_block_count(),
-            weights_bytes=self._model.weights_bytes,
+            weights_bytes=self._forward_pass.weights_bytes,
             kv_bytes=self._cache.byte_count,
-            workspace_bytes=self._backend.workspace_bytes,
+            workspace_bytes=self._forward_pass.workspace_bytes,
             free_bytes=free_bytes(self._device),
         )
 
@@ -90,7 +88,7 @@ class ModelRunner:
     def forward(self, plan: StepPlan) -> StepResult:
         assert self._held is None, "the facade samples a held step before the next plan"
         self._state.apply(plan)
-        self._cache.clear_taken(plan)
+        self._forward_pass.take_blocks(plan)
         pending = self._compute(plan)
         match plan.sampling:
             case SamplingMode.INLINE:
@@ -121,7 +119,7 @@ class ModelRunner:
             self._cache.block_size, limits.max_step_token_count, limits.max_sequence_token_count
         )
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
-            logits = self._execute(_warm_up_batch(row_count, length))
+            logits = self._forward_pass.run(_warm_up_batch(row_count, length))
             zeros = np.zeros(row_count, dtype=np.int32)
             ones = np.ones(row_count, dtype=np.float32)
             sample(
@@ -135,31 +133,13 @@ class ModelRunner:
         """Runs an applied plan."""
         none = np.empty(0, dtype=np.int32)
         if not plan.scheduled.rows.size:
-            logits = torch.empty((0, self._model.config.vocabulary_size), device=self._device)
+            logits = torch.empty((0, self._vocabulary_size), device=self._device)
             return _PendingLogits(plan.epoch, plan.step_id, logits, none, none)
         batch = prepare(plan, self._state)
-        logits = self._execute(batch)
+        logits = self._forward_pass.run(batch)
         self._state.advance(plan.scheduled)
         return _PendingLogits(
             plan.epoch, plan.step_id, logits, batch.sampled_rows, batch.sampled_positions
-        )
-
-    def _execute(self, batch: InputBatch) -> torch.Tensor:
-        """Logits [S, vocabulary]."""
-        attention = self._backend.plan(
-            AttentionBatch(
-                query_lengths=batch.query_lengths,
-                query_starts=batch.query_starts,
-                context_lengths=batch.context_lengths,
-                block_tables=batch.block_tables,
-                slots=batch.slots,
-            )
-        )
-        return self._model.forward(
-            self._to_device(batch.token_ids),
-            self._to_device(batch.positions),
-            attention,
-            self._to_device(batch.logit_indices),
         )
 
     def _sample(self, pending: _PendingLogits, masks: MaskBatch | None) -> StepResult:
@@ -201,7 +181,7 @@ class ModelRunner:
     def _check_masks(self, masks: GrammarMasks, rows: IntColumn) -> MaskBatch:
         """Finds each masked row among the held ones. Raises PlanInvalid for masks unlike them."""
         path = "grammar_masks"
-        words = -(-self._model.config.vocabulary_size // 32)
+        words = -(-self._vocabulary_size // 32)
         if masks.bitmasks.shape != (masks.rows.size, words):
             raise PlanInvalid(
                 f"{path}.bitmasks", f"{words} words for each of {masks.rows.size} rows are due"
@@ -213,9 +193,6 @@ class ModelRunner:
         order = np.argsort(rows)
         indices: npt.NDArray[np.int64] = order[np.searchsorted(rows, masks.rows, sorter=order)]
         return MaskBatch(indices, masks.bitmasks)
-
-    def _to_device(self, column: IntColumn) -> torch.Tensor:
-        return torch.from_numpy(column.astype(np.int64)).to(self._device)
 
 
 def _faults(rows: IntColumn, kind: RowFaultKind, detail: str) -> tuple[RowFault, ...]:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 from worker_service.domain import DataType
+
+
+class Quantization(Enum):
+    """How projections' weights are kept; the value is the setting's."""
+
+    NONE = "none"
+    INT8 = "int8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +25,8 @@ class RunnerOptions:
     elsewhere; `kv_cache_bytes` bounds the KV pool; `max_sequence_token_count` None takes the
     model's own, or what the pool holds if that is less; `attention_backend` None takes the first
     that can run; `thread_count` None leaves torch's own choice; `random_seed` is reported, never
-    used for sampling. `progress` is told what is being done, in short lines for people.
+    used for sampling; `quantization` and `kv_data_type`, None for that of `data_type`, are refused
+    where they cannot be honoured. `progress` is told what is being done, in short lines for people.
     """
 
     model_folder: Path
@@ -33,3 +42,5 @@ class RunnerOptions:
     thread_count: int | None
     random_seed: int
     progress: Callable[[str], None]
+    quantization: Quantization = Quantization.NONE
+    kv_data_type: DataType | None = None

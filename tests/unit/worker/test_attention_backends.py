@@ -17,9 +17,7 @@ from worker_service.attention.interface import (
     LayerCache,
 )
 from worker_service.attention.reference import REFERENCE
-from worker_service.attention.selection import select_backend
 from worker_service.attention.torch_backend import TORCH
-from worker_service.weights.errors import BackendUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,35 +235,3 @@ def write_only(device: Device, data: Sequences, rows: dict[int, tuple[int, int]]
             step.write_kv(
                 layer, data.keys[row][layer, start:end], data.values[row][layer, start:end]
             )
-
-
-SHAPE = Shape(2, 1, 8, 4, (None,), 64)
-
-
-def refusing(name: str, reason: str | None) -> BackendType:
-    return BackendType(name, lambda config: reason, REFERENCE.build)
-
-
-def test_the_first_that_can_run_is_chosen_and_refusals_are_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    candidates = [refusing("fancy", "needs a moon rock"), refusing("plain", None), TORCH]
-    assert select_backend(SHAPE.config(), None, candidates).name == "plain"
-    logged = [record.__dict__.get("fields", {}) for record in caplog.records]
-    assert {"backend": "fancy", "refusal": "needs a moon rock"} in logged
-
-
-def test_a_named_backend_is_the_only_one_considered() -> None:
-    assert select_backend(SHAPE.config(), "reference").name == "reference"
-    candidates = [refusing("fancy", "needs a moon rock"), REFERENCE]
-    with pytest.raises(BackendUnavailable, match="fancy: needs a moon rock"):
-        select_backend(SHAPE.config(), "fancy", candidates)
-
-
-def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(BackendUnavailable, match=r"'flash'; there are: torch, reference"):
-        select_backend(SHAPE.config(), "flash")
-
-
-def test_the_cpu_runs_torch_by_default() -> None:
-    assert select_backend(SHAPE.config(), None) is TORCH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,15 @@ from tests.support.tiny_llama import (
     reference_logits,
     save,
 )
-from worker_service.attention.interface import AttentionBatch, AttentionConfig, LayerCache
-from worker_service.attention.torch_backend import TORCH
+from worker_service.attention.interface import AttentionConfig
+from worker_service.domain import DataType, Limits
 from worker_service.layers.linear import DenseLinear, PackedLinear, make_linear
 from worker_service.model.config import parse_config
-from worker_service.model.registry import load_model
+from worker_service.runner.forward_pass import PassConfig
+from worker_service.runner.input_batch import InputBatch
+from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.options import Quantization
+from worker_service.runner.selection import PASSES, select_pass
 from worker_service.weights.checkpoint import Checkpoint
 
 BLOCK_SIZE = 8
@@ -39,56 +44,70 @@ LLAMA3 = {
 
 
 class Loaded:
-    """A model from a folder with one sequence's cache, driven without a runner."""
+    """A model from a folder with one sequence's cache, driven without a runner.
 
-    def __init__(self, folder: Path) -> None:
-        device, dtype = torch.device("cpu"), torch.float32
+    Its blocks hold NaN where nothing is written, if the pass promises not to look there.
+    """
+
+    def __init__(self, folder: Path, backend: str = "torch") -> None:
+        device = torch.device("cpu")
+        self.block_count = MAX_LENGTH // BLOCK_SIZE
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
             config = parse_config(checkpoint.config)
-            self.model = load_model(
-                checkpoint, config, MAX_LENGTH, dtype, device, progress=lambda line: None
+            attention = AttentionConfig(
+                config.head_count,
+                config.kv_head_count,
+                config.head_dim,
+                config.head_dim**-0.5,
+                config.layer_windows,
+                BLOCK_SIZE,
+                MAX_LENGTH,
+                torch.float32,
+                device,
             )
-        self.block_count = MAX_LENGTH // BLOCK_SIZE
-        size = (self.block_count + 1, BLOCK_SIZE, config.kv_head_count, config.head_dim)
-        caches = tuple(
-            LayerCache(torch.zeros(size), torch.zeros(size)) for _ in range(config.layer_count)
-        )
-        attention = AttentionConfig(
-            config.head_count,
-            config.kv_head_count,
-            config.head_dim,
-            config.head_dim**-0.5,
-            config.layer_windows,
-            BLOCK_SIZE,
-            MAX_LENGTH,
-            dtype,
-            device,
-        )
-        self.backend = TORCH.build(attention, caches)
+            pass_config = PassConfig(
+                attention=attention,
+                limits=Limits(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
+                quantization=Quantization.NONE,
+                kv_data_type=DataType.FLOAT32,
+                thread_count=2,
+                progress=lambda line: None,
+            )
+            cache = KVCache(config, self.block_count + 1, BLOCK_SIZE, DataType.FLOAT32, device)
+            unwritten = math.nan if backend == "compiled" else 0.0
+            for layer in cache.layers:
+                layer.keys.fill_(unwritten)
+                layer.values.fill_(unwritten)
+            chosen = select_pass(pass_config, backend)
+            self.forward_pass = chosen.build(pass_config, config, checkpoint, cache)
+
+    def run(self, tokens: list[int], start: int, wanted: list[int]) -> torch.Tensor:
+        """float32 [wanted, vocabulary] of one step of `tokens` from position `start` on."""
+        count = len(tokens)
+        positions = np.arange(start, start + count, dtype=np.int32)
+        zero = np.zeros(len(wanted), dtype=np.int32)
+        with torch.inference_mode():
+            return self.forward_pass.run(
+                InputBatch(
+                    rows=zero[:1],
+                    query_lengths=np.array([count], dtype=np.int32),
+                    query_starts=np.array([0, count], dtype=np.int32),
+                    context_lengths=np.array([start + count], dtype=np.int32),
+                    token_ids=np.array(tokens, dtype=np.int32),
+                    positions=positions,
+                    slots=positions + np.int32(BLOCK_SIZE),
+                    block_tables=np.arange(1, self.block_count + 1, dtype=np.int32)[None],
+                    logit_indices=np.array(wanted, dtype=np.int32),
+                    sampled_rows=zero,
+                    sampled_positions=zero,
+                )
+            ).clone()
 
     def logits(self, tokens: list[int], chunks: list[int]) -> torch.Tensor:
         """float32 [tokens, vocabulary], computed in the given chunks."""
         parts, start = [], 0
         for chunk in chunks:
-            positions = np.arange(start, start + chunk, dtype=np.int32)
-            attention = self.backend.plan(
-                AttentionBatch(
-                    query_lengths=np.array([chunk], dtype=np.int32),
-                    query_starts=np.array([0, chunk], dtype=np.int32),
-                    context_lengths=np.array([start + chunk], dtype=np.int32),
-                    block_tables=np.arange(1, self.block_count + 1, dtype=np.int32)[None],
-                    slots=positions + np.int32(BLOCK_SIZE),
-                )
-            )
-            with torch.inference_mode():
-                parts.append(
-                    self.model.forward(
-                        torch.tensor(tokens[start : start + chunk]),
-                        torch.from_numpy(positions.astype(np.int64)),
-                        attention,
-                        torch.arange(chunk),
-                    )
-                )
+            parts.append(self.run(tokens[start : start + chunk], start, list(range(chunk))))
             start += chunk
         assert start == len(tokens)
         return torch.cat(parts)
@@ -98,6 +117,7 @@ def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
 
 
+BACKENDS = [kind.name for kind in PASSES]
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "grouped": llama,
     "multi-head": lambda: llama(num_key_value_heads=6),
@@ -127,9 +147,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_transformers_at_every_position(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_equal_transformers_at_every_position(
+    name: str, backend: str, tmp_path: Path
+) -> None:
     reference = MODELS[name]()
-    loaded = Loaded(save(reference, tmp_path))
+    loaded = Loaded(save(reference, tmp_path), backend)
     tokens = prompt(90)
     expected = reference_logits(reference, tokens)
     whole = loaded.logits(tokens, [90])
@@ -139,8 +162,9 @@ def test_logits_equal_transformers_at_every_position(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["grouped", "multi-head", "biased", "mistral-window"])
-def test_chunks_do_not_change_a_bit(name: str, tmp_path: Path) -> None:
-    loaded = Loaded(save(MODELS[name](), tmp_path))
+@pytest.mark.parametrize("backend", ["compiled", "torch"])
+def test_chunks_do_not_change_a_bit(name: str, backend: str, tmp_path: Path) -> None:
+    loaded = Loaded(save(MODELS[name](), tmp_path), backend)
     tokens = prompt(150)
     whole = loaded.logits(tokens, [150])
     for chunks in ([75, 75], [1, 149], [33, 1, 1, 1, 114], [16] * 9 + [6]):
@@ -170,9 +194,10 @@ def test_folders_of_older_transformers_mean_the_same(
     )
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_length(
-    tmp_path: Path,
+    backend: str, tmp_path: Path
 ) -> None:
     """Past it, transformers' result depends on a prompt's cuts; ours is that of single steps."""
     original = 24
@@ -180,7 +205,7 @@ def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_lengt
         max_position_embeddings=original,
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     )
-    loaded = Loaded(save(reference, tmp_path))
+    loaded = Loaded(save(reference, tmp_path), backend)
     tokens = prompt(48)
     rows, cache = [], None
     with torch.inference_mode():
@@ -194,25 +219,13 @@ def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_lengt
     assert (reference_logits(plain, tokens)[original:] - expected[original:]).abs().max() > 0.1
 
 
-def test_only_the_wanted_logits_are_computed(tmp_path: Path) -> None:
-    loaded = Loaded(save(llama(), tmp_path))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_the_wanted_logits_are_computed(backend: str, tmp_path: Path) -> None:
+    loaded = Loaded(save(llama(), tmp_path), backend)
     tokens = prompt(20)
     whole = loaded.logits(tokens, [20])
-    step = loaded.backend.plan(
-        AttentionBatch(
-            np.array([20], dtype=np.int32),
-            np.array([0, 20], dtype=np.int32),
-            np.array([20], dtype=np.int32),
-            np.arange(1, 5, dtype=np.int32)[None],
-            np.arange(BLOCK_SIZE, BLOCK_SIZE + 20, dtype=np.int32),
-        )
-    )
-    ids, positions = torch.tensor(tokens), torch.arange(20)
-    with torch.inference_mode():
-        some = loaded.model.forward(ids, positions, step, torch.tensor([19, 4]))
-        none = loaded.model.forward(ids, positions, step, torch.tensor([], dtype=torch.int64))
-    assert torch.equal(some, whole[[19, 4]])
-    assert none.shape == (0, VOCABULARY)
+    assert torch.equal(loaded.run(tokens, 0, [19, 4]), whole[[19, 4]])
+    assert loaded.run(tokens, 0, []).shape == (0, VOCABULARY)
 
 
 def test_a_checkpoint_in_several_files_loads_alike(tmp_path: Path) -> None:

@@ -283,7 +283,8 @@ def test_capability_and_pool_are_true(folder: Path, runner: ModelRunner) -> None
     assert pool.layer_groups[0].layer_indices == (0, 1, 2)
     stored = sum(tensor.nbytes for tensor in load_file(folder / "model.safetensors").values())
     table = 2 * MAX_LENGTH * 4 * 4
-    assert pool.weights_bytes == stored + table
+    # The kernels pad outputs to whole panels.
+    assert stored + table <= pool.weights_bytes < 1.1 * (stored + table)
     assert pool.workspace_bytes > 0
     assert pool.free_bytes > 0
 
@@ -330,7 +331,11 @@ def test_a_small_pool_shortens_sequences_and_says_so(folder: Path) -> None:
             "holds 40 tokens",
         ),
         ({"max_sequence_token_count": MAX_LENGTH + 1}, LoadError, f"takes {MAX_LENGTH}"),
-        ({"attention_backend": "quantum"}, BackendUnavailable, "there are: torch, reference"),
+        (
+            {"attention_backend": "quantum"},
+            BackendUnavailable,
+            "there are: compiled, torch, reference",
+        ),
         ({"device": "cuda:7"}, LoadError, "is not here"),
         ({"device": "abacus"}, LoadError, "use cpu or cuda"),
         ({"device": "meta"}, LoadError, "use cpu or cuda"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from worker_service.sampling.rng import Purpose, uniforms
 from worker_service.sampling.sampler import MaskBatch, Sampled, SamplingBatch, sample
+from worker_service.sampling.sampler import _Rows as Rows
 
 Parameters = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 POSITION = 11
@@ -114,6 +115,26 @@ VARIETY: list[Parameters] = [
 ]
 
 
+def weights(logits: torch.Tensor, parameters: list[Parameters]) -> torch.Tensor:
+    """The sampler's float64 weights [rows, vocabulary] before top-k and top-p."""
+
+    def column(values: list[float]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
+
+    nothing = column([0.0] * len(parameters))
+    rows = Rows(
+        logits,
+        logits.amax(dim=-1, keepdim=True).double(),
+        column([each[0] or 1.0 for each in parameters]),
+        nothing,
+        nothing,
+        column([each[3] for each in parameters]),
+        nothing,
+        uses_min_p=True,
+    )
+    return rows.weights(logits)
+
+
 def wide_logits(seed: int, scale: float = 2.0, steps: int = 0) -> torch.Tensor:
     """[rows of VARIETY, 5000]; with `steps` rounded, so that many are equal."""
     generator = torch.Generator().manual_seed(seed)
@@ -142,6 +163,43 @@ def test_a_row_alone_draws_what_it_draws_in_a_batch() -> None:
             for row in range(len(VARIETY))
         ]
         assert together == alone
+
+
+@pytest.mark.parametrize("vocabulary", [1, 7, 131, 4096, 49_157])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_probabilities_keep_their_bits_in_any_company(vocabulary: int, threads: int) -> None:
+    """Alone, among 32, permuted: vector loops and their tails must agree on every element."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        generator = torch.Generator().manual_seed(vocabulary)
+        logits = 3 * torch.randn(32, vocabulary, generator=generator)
+        parameters = [VARIETY[row % len(VARIETY)] for row in range(32)]
+        whole = weights(logits, parameters)
+        order = torch.randperm(32, generator=generator)
+        permuted = weights(logits[order], [parameters[row] for row in order.tolist()])
+        assert torch.equal(permuted, whole[order])
+        for row in range(32):
+            assert torch.equal(
+                weights(logits[row : row + 1], parameters[row : row + 1])[0], whole[row]
+            )
+        assert torch.equal(whole.cumsum(dim=-1)[9], whole[9:10].cumsum(dim=-1)[0])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("vocabulary", [131, 49_157])
+def test_a_token_is_the_same_alone_among_32_and_permuted(vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(32, vocabulary, generator=generator)
+    parameters = [VARIETY[row % len(VARIETY)] for row in range(32)]
+    together = draw(logits, parameters).tokens
+    order = np.random.default_rng(0).permutation(32)
+    permuted = draw(logits[order], [parameters[row] for row in order], order.tolist()).tokens
+    assert permuted.tolist() == together[order].tolist()
+    for row in range(32):
+        alone = draw(logits[row : row + 1], parameters[row : row + 1], [row]).tokens
+        assert alone.tolist() == [together[row]]
 
 
 def test_greedy_takes_the_lowest_of_equal_tokens() -> None:

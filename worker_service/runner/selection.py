@@ -1,4 +1,4 @@
-"""Which attention backend runs: the first in order that can, or the one that was named."""
+"""Which forward pass runs: the first in order that can, or the one that was named."""
 
 from __future__ import annotations
 
@@ -6,20 +6,22 @@ import logging
 from collections.abc import Sequence
 
 from twinplane.process.logs import fields
-from worker_service.attention.interface import AttentionConfig, BackendType
 from worker_service.attention.reference import REFERENCE
 from worker_service.attention.torch_backend import TORCH
+from worker_service.runner.compiled_pass import COMPILED
+from worker_service.runner.forward_pass import PassConfig, PassType
+from worker_service.runner.torch_pass import torch_pass
 from worker_service.weights.errors import BackendUnavailable
 
 _logger = logging.getLogger(__name__)
 
-BACKENDS: tuple[BackendType, ...] = (TORCH, REFERENCE)
+PASSES: tuple[PassType, ...] = (COMPILED, torch_pass(TORCH), torch_pass(REFERENCE))
 
 
-def select_backend(
-    config: AttentionConfig, name: str | None, candidates: Sequence[BackendType] = BACKENDS
-) -> BackendType:
-    """The backend `name`, or with None the first candidate whose probe finds nothing against it.
+def select_pass(
+    config: PassConfig, name: str | None, candidates: Sequence[PassType] = PASSES
+) -> PassType:
+    """The pass `name`, or with None the first candidate whose probe finds nothing against it.
 
     Every refusal is logged with its reason. Raises BackendUnavailable when none is left.
     """
