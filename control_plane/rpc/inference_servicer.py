@@ -36,6 +36,7 @@ from control_plane.rpc.validation import (
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.turns import Turns
 from control_plane.text.assembler import TextAssembler
 from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
@@ -68,6 +69,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._new_seed = new_seed
         self._new_request_id = new_request_id
+        self._turns = Turns()
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -85,7 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call, RequestId(request.request_id), token_ids, max_tokens, arrival
         )
         assembler = self._text.assembler(call.stop.strings)
-        stream = TokenStream(assembler if call.stop.strings else None)
+        stream = TokenStream(assembler if call.stop.strings else None, self._turns)
         self._engine.submit(core_request, stream)
         try:
             await context.write(_started(core_request, model))

@@ -1,7 +1,7 @@
 """One request's way from the driver to its client.
 
 Both ends live on one event loop. The driver pushes and never waits; the client takes everything
-that has gathered since its last turn, so under load messages grow instead of queues, and no timer
+that has gathered when its turn comes, so under load messages grow instead of queues, and no timer
 is needed. What gathers is bounded by the request's own token limit.
 """
 
@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from control_plane.core.events import Finish, FinishReason
+from control_plane.shell.turns import Turns
 
 
 class StopScanner(Protocol):
@@ -27,16 +28,19 @@ class TokenStream:
 
     With a scanner, tokens are scanned as they arrive, so that the driver learns of a stop string
     before the next step; tokens after the one that completed it are dropped and not counted.
+    `turns` are those of all streams that share a loop; without, it waits for no other.
     """
 
-    def __init__(self, scanner: StopScanner | None = None) -> None:
+    def __init__(self, scanner: StopScanner | None = None, turns: Turns | None = None) -> None:
         self._scanner = scanner
+        self._turns = turns or Turns()
         self._tokens: list[int] = []
         self._token_count = 0
         self._matched = False
         self._finish: Finish | None = None
         self._error: Exception | None = None
-        self._ready = asyncio.Event()
+        self._turn: asyncio.Future[None] | None = None
+        """What the client waits for while nothing is ready."""
 
     @property
     def ended(self) -> bool:
@@ -54,7 +58,7 @@ class TokenStream:
             self._accept(token_ids)
         if finish is not None:
             self._finish = self._as_stopped(finish) if self._matched else finish
-            self._ready.set()
+            self._wake()
         return self._matched and finish is None
 
     def fail(self, error: Exception) -> None:
@@ -64,13 +68,22 @@ class TokenStream:
         """
         if not self.ended:
             self._error = error
-            self._ready.set()
+            self._wake()
 
     async def take(self) -> tuple[list[int], Finish | None]:
-        """All that is ready, waiting when nothing is. After a finish there is nothing more."""
-        while not self._tokens and not self.ended:
-            self._ready.clear()
-            await self._ready.wait()
+        """All that is ready once something is and it is this stream's turn.
+
+        For one client at a time. After a finish there is nothing more.
+        """
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if self._tokens or self.ended:
+            self._turns.ask(turn)
+        else:
+            self._turn = turn
+        try:
+            await turn
+        finally:
+            self._turn = None
         tokens, self._tokens = self._tokens, []
         if self._error is not None and not tokens:
             raise self._error
@@ -85,7 +98,12 @@ class TokenStream:
         if token_ids:
             self._tokens.extend(token_ids)
             self._token_count += len(token_ids)
-            self._ready.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._turn is not None:
+            self._turns.ask(self._turn)
+            self._turn = None
 
     def _as_stopped(self, finish: Finish) -> Finish:
         usage = replace(finish.usage, completion_tokens=self._token_count)
