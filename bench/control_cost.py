@@ -3,23 +3,23 @@
 The real driver, core and message conversion run against a worker that answers at once; every row's
 tokens go to a stream that a client task reads. So the time between two plans, less the echo's own,
 is all that the control plane does for a step: decode the result, update, deliver, wake the clients,
-schedule, encode. It has no peer to be
-compared with, so it prints milliseconds and bytes; bench/scheduler_cost.py has one.
+schedule, encode. It has no peer to be compared with, so it prints milliseconds and bytes;
+bench/scheduler_cost.py has one.
 
-    python bench/control_cost.py [--rows 256] [--steps 300] [--context 512]
+    python -m bench.control_cost [--rows 256] [--steps 300] [--context 512]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import json
 import random
 import statistics
 import time
 from dataclasses import dataclass, field
 
+from bench import options as flags
+from bench.results import Results
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
 from control_plane.core.request import Request, RequestId
 from control_plane.core.sampling_params import SamplingParams, StopConditions
@@ -28,6 +28,7 @@ from control_plane.rpc import convert
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.ports import MemoryPool, WorkerInfo
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.turns import Turns
 from twinplane.worker.v1 import model_runner_pb2, step_pb2
 
 BLOCK_SIZE = 16
@@ -154,9 +155,9 @@ async def measure(rows: int, steps: int, context: int) -> Samples:
         engine = group.create_task(driver.run())
         await attached.wait()
         rng = random.Random(1)
-        readers = []
+        readers, turns = [], Turns()
         for index in range(rows):
-            stream = TokenStream()
+            stream = TokenStream(turns=turns)
             driver.submit(
                 Request(
                     request_id=RequestId(str(index)),
@@ -175,32 +176,34 @@ async def measure(rows: int, steps: int, context: int) -> Samples:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--rows", type=int, default=256)
+    parser = flags.parser(__doc__, rounds=1, peers=False)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--context", type=int, default=512)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
+    results = flags.open_results("control_cost", options)
     gc.collect()
     gc.freeze()
-    samples = asyncio.run(measure(arguments.rows, arguments.steps, arguments.context))
-    median = statistics.median(samples.step)
-    print(
-        json.dumps(
-            {
-                "rows": arguments.rows,
-                "decode_steps": len(samples.step),
-                "control_ms_per_step": {
-                    "median": round(median * 1e3, 3),
-                    "p99": round(statistics.quantiles(samples.step, n=100)[98] * 1e3, 3),
-                },
-                "of_which_encode_ms": round(statistics.median(samples.encode) * 1e3, 3),
-                "of_which_decode_ms": round(statistics.median(samples.decode) * 1e3, 3),
-                "plan_bytes": {"median": statistics.median(samples.sent), "max": max(samples.sent)},
-                "result_bytes": {"max": max(samples.received)},
-            },
-            indent=2,
-        )
-    )
+    for rows in options.rows:
+        for _ in range(options.rounds):
+            record(results, rows, asyncio.run(measure(rows, options.steps, options.context)))
+    results.show()
+
+
+def record(results: Results, rows: int, samples: Samples) -> None:
+    """Milliseconds and bytes per step; the 99th percentile beside the median."""
+    case = f"{rows} rows"
+    for name, seconds in (
+        ("whole step", samples.step),
+        ("of it: encode the plan", samples.encode),
+        ("of it: decode the result", samples.decode),
+    ):
+        results.measured(
+            case, name, "ms", [1e3 * statistics.median(seconds)],
+            p99=1e3 * statistics.quantiles(seconds, n=100)[98],
+        )  # fmt: skip
+    for name, sizes in (("plan", samples.sent), ("result", samples.received)):
+        results.measured(case, name, "bytes", [statistics.median(sizes)], largest=max(sizes))
 
 
 if __name__ == "__main__":

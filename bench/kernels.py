@@ -3,25 +3,25 @@
 Shapes are SmolLM2-135M's: 30 layers and the head, all weights distinct, so that they come from
 memory as in a real step. The floor of a case is the larger of its bytes at the machine's best
 read rate and its arithmetic at the machine's best float32 rate, both measured in this run by the
-best of several programs. JSON lines, then a table.
+best of several programs.
 
-    python -m bench.kernels [--threads 2] [--repeats 7] [--only linear attention step]
+    python -m bench.kernels [--threads 2] [--rounds 7] [--only linear attention step]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
+from bench import options as flags
+from bench.results import Measurement, Results
 from worker_service.kernels.cpu.build import default_cache
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.ops import (
@@ -65,10 +65,6 @@ class Measured:
     best: float
     median: float
     floor: float
-
-    @property
-    def of_floor(self) -> float:
-        return self.floor / self.median
 
 
 def alternate(programs: dict[str, Program], repeats: int) -> dict[str, list[float]]:
@@ -259,9 +255,13 @@ def step_cases(cpu: CpuKernels, peaks: Peaks, repeats: int) -> Iterator[Measured
         def packed(outputs: int, inputs: int, group: int | None = group) -> Projection:
             return Projection(cpu.pack(torch.randn(outputs, inputs) * 0.03, group_size=group))
 
+        qkv, output, gate_up, down = LAYER_SHAPES
         layers = [
             DecoderLayer(
-                *(packed(*each) for each in LAYER_SHAPES),
+                packed(*qkv),
+                packed(*output),
+                packed(*gate_up),
+                packed(*down),
                 torch.ones(HIDDEN),
                 torch.ones(HIDDEN),
                 cache,
@@ -303,35 +303,39 @@ def step_cases(cpu: CpuKernels, peaks: Peaks, repeats: int) -> Iterator[Measured
             yield from measure(f"step {name}, {case}", {"ours": step}, repeats, floor)
 
 
-def show(results: list[Measured]) -> None:
-    print(f"\n{'case':<30} {'program':<20} {'best ms':>9} {'median ms':>10} {'of floor':>9}")
-    for each in results:
-        print(
-            f"{each.case:<30} {each.program:<20} {each.best:>9.2f} {each.median:>10.2f}"
-            f" {each.of_floor:>8.0%}"
-        )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = flags.parser(__doc__, rounds=7, peers=False)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", nargs="+", choices=["linear", "attention", "step"])
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    options = parser.parse_args()
+    results = flags.open_results("kernels", options)
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    cpu = open_kernels(default_cache(os.environ), print, threads=arguments.threads)
-    peaks = measure_peaks(cpu, arguments.repeats)
-    machine = {"instruction_set": cpu.context.instruction_set.name, "threads": arguments.threads}
-    print(json.dumps({"benchmark": "kernels", **machine, **asdict(peaks)}), flush=True)
+    cpu = open_kernels(default_cache(os.environ), print, threads=options.threads)
+    results.note(f"{cpu.context.instruction_set.name}, {options.threads} threads")
+    peaks = measure_peaks(cpu, options.rounds)
+    results.measured("peak", "read", "GB/s", [peaks.read_gigabytes_per_second])
+    results.measured("peak", "float32", "GFLOP/s", [peaks.float32_gigaflops])
     sections = {"linear": linear_cases, "attention": attention_cases, "step": step_cases}
-    results = []
     with torch.inference_mode():
-        for name in arguments.only or sections:
-            for result in sections[name](cpu, peaks, arguments.repeats):
-                results.append(result)
-                print(json.dumps(asdict(result) | {"of_floor": result.of_floor}), flush=True)
-    show(results)
+        for name in options.only or sections:
+            record(results, list(sections[name](cpu, peaks, options.rounds)))
+    results.show()
+
+
+def record(results: Results, taken: list[Measured]) -> None:
+    """Ours against the floor, and against the others of the same case."""
+    by_case: dict[str, list[Measurement]] = {}
+    for each in taken:
+        made = results.measured(
+            each.case, each.program, "ms", [each.median], best=each.best, floor=each.floor
+        )
+        by_case.setdefault(each.case, []).append(made)
+    for case, (own, *others) in by_case.items():
+        share = own.detail["floor"] / own.median
+        results.ratio(case, "floor", "ours", "share of the floor's rate reached", share)
+        for other in others:
+            results.ratio(case, "ours", other.program, "rate", other.median / own.median)
 
 
 if __name__ == "__main__":

@@ -1,29 +1,32 @@
 """Microseconds of scheduler work per decode step: schedule() + update(), with no model behind them.
 
 Every sequence has a 256-token prompt and max_tokens 600, blocks hold 16 tokens, prefix caching is
-on; the median of 200 steps in which every sequence decodes is printed, one JSON line per running
-count. With --vllm-python and --model the same is asked of vLLM's scheduler by the peer script given
-as --vllm-script, count by count and alternating with ours, and the ratio is printed too.
+on; the median of 200 steps in which every sequence decodes is taken. The peer is vLLM's scheduler
+under the same load, count by count and alternating with ours.
+
+    python -m bench.scheduler_cost --peers DIR [--running 1 64 256 1024]
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
-import sys
 import time
+from pathlib import Path
 
+from bench import options as flags
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
 from control_plane.core.request import Request, RequestId
 from control_plane.core.sampling_params import SamplingParams, StopConditions
 from control_plane.core.scheduler import Scheduler, SchedulerConfig
+from twinplane.models import resolve
 
 PROMPT_TOKENS = 256
 MAX_TOKENS = 600
 BLOCK_SIZE = 16
 STEPS = 200
+PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_scheduler.py"
 
 
 def build(running: int, inflight: int) -> Scheduler:
@@ -89,38 +92,63 @@ def measure(running: int, inflight: int) -> float:
     return 1e6 * statistics.median(seconds)
 
 
-def measure_vllm(python: str, script: str, model: str, running: int) -> float:
-    """The same of vLLM, by the peer script in its own environment."""
-    done = subprocess.run(
-        [python, script, model, str(running)], capture_output=True, text=True, check=True
-    )
-    return float(json.loads(done.stdout.strip().splitlines()[-1])["us_per_step"])
+class VllmScheduler:
+    """vLLM's, in a process of its own environment that waits for jobs."""
+
+    def __init__(self, python: Path, model_folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [python, PEER_SCRIPT, model_folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def measure(self, running: int) -> float:
+        """As ours."""
+        assert self._process.stdin and self._process.stdout
+        job = {
+            "running": running,
+            "prompt_tokens": PROMPT_TOKENS,
+            "max_tokens": MAX_TOKENS,
+            "block_size": BLOCK_SIZE,
+            "steps": STEPS,
+        }
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return float(json.loads(line)["us_per_step"])
+        raise RuntimeError("vLLM's scheduler died: run bench/peers/vllm_scheduler.py by hand")
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("running", type=int, nargs="*", default=[1, 64, 256, 1024])
+    parser = flags.parser(__doc__, rounds=2)
+    parser.add_argument("--running", type=int, nargs="+", default=[1, 64, 256, 1024])
     parser.add_argument("--inflight", type=int, default=1, help="plans ahead of results")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
-    parser.add_argument("--vllm-script", help="the peer script, run as SCRIPT MODEL RUNNING")
-    parser.add_argument("--model", help="model folder for vLLM's configuration")
     options = parser.parse_args()
-    peer = (options.vllm_python, options.vllm_script, options.model)
-    if any(peer) and not all(peer):
-        parser.error("--vllm-python, --vllm-script and --model go together")
+    results = flags.open_results("scheduler_cost", options)
+    peer: VllmScheduler | None = None
+    if options.peers is not None:
+        python = options.peers / "vllm" / "bin" / "python"
+        peer = VllmScheduler(python, resolve(options.model))
     for running in options.running:
-        ours = measure(running, options.inflight)
-        line: dict[str, object] = {
-            "ours": "twinplane",
-            "running": running,
-            "us_per_step": round(ours, 1),
-        }
-        if all(peer):
-            theirs = measure_vllm(*peer, running)
-            ours = statistics.mean((ours, measure(running, options.inflight)))
-            line |= {"vllm_us_per_step": round(theirs, 1), "ratio": round(theirs / ours, 2)}
-        sys.stdout.write(json.dumps(line) + "\n")
-        sys.stdout.flush()
+        case, ours, theirs = f"{running} running", list[float](), list[float]()
+        for _ in range(options.rounds):
+            ours.append(measure(running, options.inflight))
+            if peer is not None:
+                theirs.append(peer.measure(running))
+        own = results.measured(case, "twinplane", "us", ours)
+        if peer is not None:
+            other = results.measured(case, "vllm", "us", theirs)
+            bound = 0.2 if running >= 256 else None
+            results.compared(own, other, "time of schedule + update", at_most=bound)
+    if peer is not None:
+        peer.close()
+    results.show()
 
 
 if __name__ == "__main__":

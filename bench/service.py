@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,26 +17,17 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from bench.load import Load, rates
 from twinplane import AsyncClient
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """A running `twinplane up`. `ready_seconds`: from its start until health says SERVING."""
+    """A running server. `ready_seconds`: from its start until health says SERVING."""
 
     address: str
     pid: int
     ready_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the clients saw: rates per second over the whole run, median times in seconds."""
-
-    output_tokens_per_second: float
-    total_tokens_per_second: float
-    first_token_seconds: float
-    between_tokens_seconds: float
 
 
 def free_port() -> int:
@@ -64,21 +53,48 @@ def _serving(address: str) -> bool:
 def served(*arguments: str, timeout: float = 120.0) -> Iterator[Service]:
     """Runs `twinplane up` with the arguments until the block is left."""
     port, metrics_port = free_port(), free_port()
-    command = [
-        sys.executable, "-m", "twinplane.cli", "up", "--port", str(port),
-        "--metrics-port", str(metrics_port), *arguments,
-    ]  # fmt: skip
+    flags = ["--port", str(port), "--metrics-port", str(metrics_port)]
+    with _process(f"127.0.0.1:{port}", ["up", *flags, *arguments], timeout) as service:
+        yield service
+
+
+def worker_process(
+    address: str, *arguments: str, timeout: float = 120.0
+) -> contextlib.AbstractContextManager[Service]:
+    """Runs `twinplane worker` alone, listening as the arguments say, until the block is left."""
+    return _process(address, ["worker", *arguments], timeout)
+
+
+def control_process(
+    port: int, *arguments: str, timeout: float = 120.0
+) -> contextlib.AbstractContextManager[Service]:
+    """Runs `twinplane control` alone until the block is left."""
+    flags = ["--port", str(port), "--metrics-port", str(free_port())]
+    return _process(f"127.0.0.1:{port}", ["control", *flags, *arguments], timeout)
+
+
+def running(command: Sequence[str], address: str) -> contextlib.AbstractContextManager[Service]:
+    """Runs a gRPC server of a benchmark's own until the block is left."""
+    return _running(command, address, 60.0)
+
+
+def _process(
+    address: str, arguments: Sequence[str], timeout: float
+) -> contextlib.AbstractContextManager[Service]:
+    return _running([sys.executable, "-m", "twinplane.cli", *arguments], address, timeout)
+
+
+@contextlib.contextmanager
+def _running(command: Sequence[str], address: str, timeout: float) -> Iterator[Service]:
     with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            while not _serving(f"127.0.0.1:{port}"):
+            while not _serving(address):
                 if process.poll() is not None or time.perf_counter() - started > timeout:
-                    raise RuntimeError(
-                        f"twinplane up is not serving:\n{Path(log.name).read_text()}"
-                    )
-                time.sleep(0.05)
-            yield Service(f"127.0.0.1:{port}", process.pid, time.perf_counter() - started)
+                    raise RuntimeError(f"{command} is not serving:\n{Path(log.name).read_text()}")
+                time.sleep(0.02)
+            yield Service(address, process.pid, time.perf_counter() - started)
         finally:
             process.send_signal(signal.SIGINT)
             try:
@@ -89,12 +105,6 @@ def served(*arguments: str, timeout: float = 120.0) -> Iterator[Service]:
             Path(log.name).unlink()
 
 
-def random_prompts(count: int, length: int, vocabulary: int, seed: int) -> list[list[int]]:
-    """Prompts that share no prefix, so that no cache helps."""
-    draw = random.Random(seed)
-    return [[draw.randrange(100, vocabulary) for _ in range(length)] for _ in range(count)]
-
-
 def load(address: str, prompts: Sequence[list[int]], streams: int, output_tokens: int) -> Load:
     """Generates `output_tokens` greedily from each prompt, `streams` at a time."""
     return asyncio.run(_load(address, prompts, streams, output_tokens))
@@ -103,12 +113,10 @@ def load(address: str, prompts: Sequence[list[int]], streams: int, output_tokens
 async def _load(
     address: str, prompts: Sequence[list[int]], streams: int, output_tokens: int
 ) -> Load:
-    first: list[float] = []
-    between: list[float] = []
     async with AsyncClient(address) as client:
         slots = asyncio.Semaphore(streams)
 
-        async def one(prompt: list[int]) -> None:
+        async def one(prompt: list[int]) -> list[float]:
             async with slots:
                 started = time.perf_counter()
                 stamps: list[float] = []
@@ -118,22 +126,13 @@ async def _load(
                 )
                 async for delta in generation:
                     if delta.token_ids:
-                        stamps.append(time.perf_counter())
+                        stamps.append(time.perf_counter() - started)
                         count += len(delta.token_ids)
                 if count != output_tokens:
                     raise RuntimeError(f"{count} tokens instead of {output_tokens}")
-                first.append(stamps[0] - started)
-                between.append((stamps[-1] - stamps[0]) / max(1, output_tokens - 1))
+                return stamps
 
         started = time.perf_counter()
-        async with asyncio.TaskGroup() as group:
-            for prompt in prompts:
-                group.create_task(one(prompt))
+        stamps = await asyncio.gather(*map(one, prompts))
         wall = time.perf_counter() - started
-    output = len(prompts) * output_tokens
-    return Load(
-        output_tokens_per_second=output / wall,
-        total_tokens_per_second=(output + sum(map(len, prompts))) / wall,
-        first_token_seconds=statistics.median(first),
-        between_tokens_seconds=statistics.median(between),
-    )
+    return rates(prompts, output_tokens, wall, stamps)

@@ -3,24 +3,23 @@
 usage: python -m bench.transformers_throughput [--model NAME] [--rounds 3]
 
 Both get the same random prompts, greedy, float32, both cores. The peer runs one request at a time
-and in batches of as many as we have streams. Prints a JSON line per measurement, then the ratios
-of the medians.
+and in batches of as many as we have streams.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
-from dataclasses import asdict
 
-from bench.service import load, random_prompts, served
+from bench import options as flags
+from bench.load import random_prompts
+from bench.service import load, served
 from twinplane.models import resolve
 
 VOCABULARY = 40_000
+OURS, ALONE, BATCHED = "twinplane", "transformers, one by one", "transformers, batched"
 
 
 class Peer:
@@ -51,17 +50,14 @@ class Peer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser = flags.parser(__doc__, rounds=3, peers=False)
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
+    results = flags.open_results("transformers_throughput", options)
     streams, output = options.streams, options.output_tokens
-    ours: list[float] = []
-    alone: list[float] = []
-    batched: list[float] = []
+    rates: dict[str, list[float]] = {name: [] for name in (OURS, ALONE, BATCHED)}
     peer = Peer(str(resolve(options.model)))
     try:
         with served("--model", options.model) as service:
@@ -70,28 +66,19 @@ def main() -> None:
             peer.generate(warm, 4, streams)
             for number in range(1, options.rounds + 1):
                 prompts = random_prompts(2 * streams, options.prompt_tokens, VOCABULARY, number)
-                result = load(service.address, prompts, streams, output)
-                ours.append(result.output_tokens_per_second)
-                alone.append(peer.generate(prompts[:2], output, 1))
-                batched.append(peer.generate(prompts, output, streams))
-                record = {
-                    "round": number,
-                    "streams": streams,
-                    "twinplane": asdict(result),
-                    "transformers_alone": alone[-1],
-                    "transformers_batched": batched[-1],
-                }
-                print(json.dumps(record), flush=True)
+                taken = load(service.address, prompts, streams, output)
+                rates[OURS].append(taken.output_tokens_per_second)
+                rates[ALONE].append(peer.generate(prompts[:2], output, 1))
+                rates[BATCHED].append(peer.generate(prompts, output, streams))
     finally:
         peer.close()
-    median = statistics.median(ours)
-    summary = {
-        "streams": streams,
-        "twinplane_tokens_per_second": round(median, 1),
-        "ratio_to_transformers_alone": round(median / statistics.median(alone), 2),
-        "ratio_to_transformers_batched": round(median / statistics.median(batched), 2),
-    }
-    print(json.dumps(summary))
+    case = f"{streams} streams, {options.prompt_tokens} + {output} tokens"
+    own, *others = (
+        results.measured(case, name, "output tok/s", samples) for name, samples in rates.items()
+    )
+    for other in others:
+        results.compared(own, other, "output rate")
+    results.show()
 
 
 if __name__ == "__main__":
