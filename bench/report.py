@@ -85,7 +85,7 @@ def page(runs: list[Run]) -> str:
         "# Benchmarks",
         "Written by `python -m bench.report` from `data/`. Every figure is a ratio of medians of "
         "one run in which ours and the other took turns on the same cores, the other's server "
-        "frozen meanwhile, so the machine's own speed mostly cancels out. The medians themselves, with "
+        "frozen meanwhile, so the machine's speed mostly cancels out. The medians themselves, with "
         "all samples, are in `data/*.jsonl`. To repeat it: `make bench`, or "
         "`python -m bench all --peers DIR`; `python -m bench` lists what there is.",
         _machines(runs),
