@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STUBS := $(VENV)/.stubs
 PROTOS := $(shell find protos -name '*.proto')
-BENCHES ?= scheduler_cost control_cost transformers_throughput
+# `all`, or names that `python -m bench` lists.
+BENCHES ?= all
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
@@ -75,7 +76,7 @@ protos: $(INSTALLED)  ## generate the gRPC stubs from protos/
 	touch $(STUBS)
 
 bench: model  ## run the benchmarks; BENCHES names some of them
-	for name in $(BENCHES); do $(BIN)/python -m bench.$$name $(ARGS) || exit; done
+	$(BIN)/python -m bench $(BENCHES) $(ARGS)
 
 # A local version (+cpu) names one index's build of a release: any build of it will do.
 lock: $(INSTALLED)  ## write the versions installed now to requirements/ci.txt
