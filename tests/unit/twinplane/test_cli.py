@@ -112,20 +112,22 @@ def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
 
 
 def test_generate_into_a_closed_pipe_ends_quietly(simulated_planes: Planes) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "twinplane.cli", "generate", "ab",
-         "--address", simulated_planes.address, "--max-tokens", "200"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=plane_environment(),
-    ) as process:  # fmt: skip
-        assert process.stdout is not None
-        assert process.stderr is not None
-        process.stdout.read(1)
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(PATIENCE) == 1
+    # Closed before the command starts: a reader that leaves midway races the stream's end.
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    with os.fdopen(write_end, "wb") as closed_pipe:
+        done = subprocess.run(
+            [sys.executable, "-m", "twinplane.cli", "generate", "ab",
+             "--address", simulated_planes.address, "--max-tokens", "200"],
+            stdout=closed_pipe,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=plane_environment(),
+            timeout=PATIENCE,
+            check=False,
+        )  # fmt: skip
+    assert done.stderr == b""
+    assert done.returncode == 1
 
 
 def test_ctrl_c_cancels_the_generation_on_the_server() -> None:
