@@ -179,12 +179,12 @@ def make_batch(lengths: list[int], contexts: list[int]) -> StepBatch:
 
 
 def make_caches(cpu: CpuKernels, blocks: int) -> list[PagedCache]:
-    def pool() -> torch.Tensor:
-        tensor = torch.empty(blocks, BLOCK, KV_HEADS, HEAD_DIM)
+    def pool(*block: int) -> torch.Tensor:
+        tensor = torch.empty(blocks, KV_HEADS, *block)
         cpu.context.advise_huge_pages(tensor.data_ptr(), tensor.nbytes)
         return tensor.normal_()
 
-    return [PagedCache(pool(), pool()) for _ in range(LAYERS)]
+    return [PagedCache(pool(HEAD_DIM, BLOCK), pool(BLOCK, HEAD_DIM)) for _ in range(LAYERS)]
 
 
 def gathered(batch: StepBatch, caches: list[PagedCache], queries: torch.Tensor) -> None:
@@ -198,7 +198,8 @@ def gathered(batch: StepBatch, caches: list[PagedCache], queries: torch.Tensor) 
     own = queries.view(count, length, Q_HEADS, HEAD_DIM).transpose(1, 2)
     for cache in caches:
         keys, values = (
-            part.index_select(0, tables)
+            part.view(-1, BLOCK, KV_HEADS, HEAD_DIM)  # as torch would keep them
+            .index_select(0, tables)
             .view(count, -1, KV_HEADS, HEAD_DIM)[:, :context]
             .transpose(1, 2)
             for part in (cache.keys, cache.values)

@@ -3,9 +3,10 @@
 Decoding rows run batched, the query heads of one KV head standing in as query positions; longer
 extends run row by row in tiles of queries. No loop over tokens, none over decoding rows.
 
-On the CPU, SDPA's flash kernel walks keys in tiles of 512. A row then keeps its bits, whatever it
-is batched, chunked or padded with, as long as each of its products is one of those that the matrix
-library sums in the same order; which those are was measured, see the constants.
+On the CPU, SDPA's flash kernel walks keys in tiles of 512. A row then mostly keeps its bits,
+whatever it is batched, chunked or padded with, as long as each of its products is one of those that
+the matrix library sums in the same order. Which those are was measured where that library has
+AVX-512 code (see the constants); elsewhere rows differ by rounding, so nothing is promised.
 """
 
 from __future__ import annotations

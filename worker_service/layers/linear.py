@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-# Weights are packed for this many rows. Measured on AVX2: with it, and from two rows up, oneDNN
-# gives each row the same bits whatever the number of rows.
+# Weights are packed for this many rows. With it, and from two rows up, oneDNN mostly gives each row
+# the same bits whatever the number of rows: measured, not promised.
 _PACKED_FOR_ROWS = 32
 
 

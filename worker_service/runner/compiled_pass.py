@@ -8,6 +8,7 @@ import os
 import torch
 
 from twinplane.process.logs import fields
+from worker_service.attention.interface import LayerCache
 from worker_service.domain import Feature, StepPlan
 from worker_service.kernels.cpu.build import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context
@@ -107,7 +108,7 @@ def _build(
         kernels,
         model_config,
         WeightLoader(checkpoint, attention.data_type, attention.device),
-        [PagedCache(layer.keys, layer.values) for layer in cache.layers],
+        [_own_layout(layer) for layer in cache.layers],
         max_length=attention.max_length,
         max_tokens=limits.max_step_token_count,
         max_rows=limits.max_sequence_count,
@@ -115,6 +116,15 @@ def _build(
         progress=config.progress,
     )
     return CompiledPass(model)
+
+
+def _own_layout(layer: LayerCache) -> PagedCache:
+    """The same memory, in the order that the kernels keep in each block."""
+    blocks, block_size, kv_heads, head_dim = layer.keys.shape
+    return PagedCache(
+        layer.keys.view(blocks, kv_heads, head_dim, block_size),
+        layer.values.view(blocks, kv_heads, block_size, head_dim),
+    )
 
 
 COMPILED = PassType("compiled", frozenset({Feature.BATCH_INVARIANT}), _probe, _build)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import mmap
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +16,8 @@ from worker_service.weights.errors import MemoryBudgetTooSmall
 
 
 class KVCache:
-    """Blocks of keys and values, [layers, blocks, block_size, kv_heads, head_dim] each.
+    """Blocks of keys and values, [layers, blocks, block_size, kv_heads, head_dim] each; a forward
+    pass may order what is within a block as it likes.
 
     Blocks are zeroed when a sequence takes them, so no row ever meets what another left behind, not
     even as a masked NaN. Until then the host's memory is not touched.
@@ -34,8 +37,8 @@ class KVCache:
         self.layer_groups = _layer_groups(config, data_type)
         shape = (config.layer_count, block_count, block_size, config.kv_head_count, config.head_dim)
         dtype = getattr(torch, data_type.value)
-        self._keys = torch.empty(shape, dtype=dtype, device=device)
-        self._values = torch.empty(shape, dtype=dtype, device=device)
+        self._keys = _allocate(shape, dtype, device)
+        self._values = _allocate(shape, dtype, device)
         self.layers = tuple(
             LayerCache(keys, values) for keys, values in zip(self._keys, self._values, strict=True)
         )
@@ -62,6 +65,20 @@ class KVCache:
         if indices.numel():
             self._keys.index_fill_(1, indices, 0)
             self._values.index_fill_(1, indices, 0)
+
+
+def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of the device, its contents unspecified; on the host in huge pages where it has them.
+
+    A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
+    processor's address cache.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def bytes_per_block(config: ModelConfig, block_size: int, data_type: DataType) -> int:

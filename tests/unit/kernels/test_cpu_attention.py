@@ -51,16 +51,20 @@ def store(
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-length // block) for length in lengths]
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
-    shape = (sum(counts) + 1, block, heads.kv, heads.dim)
-    cache = PagedCache(*(torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)))
+    shape = (sum(counts) + 1, heads.kv, block, heads.dim)
+    cache = PagedCache(
+        torch.full(shape, float("nan"), dtype=dtype).mT.contiguous(),
+        torch.full(shape, float("nan"), dtype=dtype),
+    )
     stored = Stored([], [], [], [], cache)
     for length, count in zip(lengths, counts, strict=True):
         table, order = order[:count], order[count:]
         keys, values = torch.randn(2, length, heads.kv, heads.dim, generator=generator).to(dtype)
         stored.queries.append(torch.randn(length, heads.query, heads.dim, generator=generator) * 3)
-        slots = [table[i // block] * block + i % block for i in range(length)]
-        cache.keys.view(-1, heads.kv, heads.dim)[slots] = keys
-        cache.values.view(-1, heads.kv, heads.dim)[slots] = values
+        blocks = torch.tensor([table[i // block] for i in range(length)])
+        offsets = torch.arange(length) % block
+        cache.keys[blocks, :, :, offsets] = keys
+        cache.values[blocks, :, offsets] = values
         stored.keys.append(keys)
         stored.values.append(values)
         stored.tables.append(table)

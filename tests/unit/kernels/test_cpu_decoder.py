@@ -73,7 +73,7 @@ class Model:
                 w.norms[0],
                 w.norms[1],
                 PagedCache(
-                    torch.zeros(32, BLOCK, KV_HEADS, DIM), torch.zeros(32, BLOCK, KV_HEADS, DIM)
+                    torch.zeros(32, KV_HEADS, DIM, BLOCK), torch.zeros(32, KV_HEADS, BLOCK, DIM)
                 ),
                 HeadNorms(w.head_norms[0], w.head_norms[1], 1e-5),
                 window,

@@ -147,8 +147,8 @@ def test_rope_and_cache_write(
     slots = rng.permutation(64)[:tokens].astype(np.int32)
     slots[: tokens // 5] = -1
     cache = PagedCache(
-        torch.full((8, 8, kv_heads, head_dim), 7.0, dtype=stored),
-        torch.full((8, 8, kv_heads, head_dim), 7.0, dtype=stored),
+        torch.full((8, kv_heads, head_dim, 8), 7.0, dtype=stored),
+        torch.full((8, kv_heads, 8, head_dim), 7.0, dtype=stored),
     )
     starts = np.array([0, tokens], dtype=np.int32)
     one = np.ones(1, dtype=np.int32)
@@ -176,8 +176,8 @@ def test_rope_and_cache_write(
     )
     assert torch.equal(after[:, q_heads + kv_heads :].double(), before[:, q_heads + kv_heads :])
     keys, values = after[:, q_heads : q_heads + kv_heads], after[:, q_heads + kv_heads :]
-    for cached, written in ((cache.keys, keys), (cache.values, values)):
+    for cached, written in ((cache.keys.mT, keys), (cache.values, values)):
         wanted = torch.full((64, kv_heads, head_dim), 7.0, dtype=stored)
         kept = slots >= 0
         wanted[slots[kept]] = written[torch.from_numpy(kept)].to(stored)
-        assert torch.equal(cached.view(64, kv_heads, head_dim), wanted)
+        assert torch.equal(cached.transpose(1, 2).reshape(64, kv_heads, head_dim), wanted)

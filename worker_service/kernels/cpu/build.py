@@ -33,7 +33,8 @@ _FLAGS = (
     "-fno-math-errno",
     "-Wall",
     "-Wextra",
-    "-Wno-maybe-uninitialized -Wno-uninitialized",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
 )
 _ONCE = ("runtime", "dispatch")
 _PER_INSTRUCTION_SET = ("table", "linear", "pack", "elementwise", "rope", "attention", "decoder")

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from worker_service.kernels.cpu.build import KernelsUnavailable
 
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 
 
 class InstructionSet(Enum):

@@ -53,16 +53,17 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedCache:
-    """One layer's `keys`, `values` [blocks, block_size, kv_heads, head_dim], float32 or bf16."""
+    """One layer's `keys` [blocks, kv_heads, head_dim, block_size] and `values` [blocks, kv_heads,
+    block_size, head_dim], float32 or bf16."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
     def descriptor(self) -> library.Cache:
         """The ABI's view; valid while this object lives."""
-        assert self.keys.shape == self.values.shape and self.keys.dtype == self.values.dtype
+        assert self.keys.shape == self.values.mT.shape and self.keys.dtype == self.values.dtype
         assert self.keys.is_contiguous() and self.values.is_contiguous()
-        _, block_size, kv_heads, head_dim = self.keys.shape
+        _, kv_heads, block_size, head_dim = self.values.shape
         return library.Cache(
             self.keys.data_ptr(),
             self.values.data_ptr(),

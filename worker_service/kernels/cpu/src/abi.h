@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-enum { TWK_ABI_VERSION = 1 };
+enum { TWK_ABI_VERSION = 2 };
 enum { TWK_ISA_PORTABLE = 0, TWK_ISA_AVX2 = 1, TWK_ISA_AVX512 = 2 };
 enum { TWK_F32 = 0, TWK_I8 = 1 };
 enum { TWK_KV_F32 = 0, TWK_KV_BF16 = 1 };
@@ -27,7 +27,9 @@ typedef struct TwkPacked {
   int32_t group;
 } TwkPacked;
 
-// A paged KV cache of one layer: K and V `[blocks, block_size, kv_heads, head_dim]`.
+// A paged KV cache of one layer: V `[blocks, kv_heads, block_size, head_dim]`, K transposed within
+// its block, `[blocks, kv_heads, head_dim, block_size]`: scores are computed for a vector of
+// positions at a time, and each head's part of a block is one stretch of memory.
 typedef struct TwkCache {
   void* keys;
   void* values;

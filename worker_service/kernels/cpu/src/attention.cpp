@@ -3,7 +3,9 @@
 //
 // Work is divided into units of (sequence, KV heads, a few query positions): the query heads of a
 // KV head and the positions share each tile of keys, and a decoding sequence takes all KV heads of
-// a tile in turn, because their keys lie side by side in memory. A context is always cut at
+// a tile in turn. Keys are stored by vectors of positions, so a tile is used where it lies; only
+// blocks that are no whole number of vectors, and bf16 that many rows share, are copied out first.
+// A context is always cut at
 // multiples of kSplitKeys of the absolute position; each part has its own softmax and the parts
 // are merged in ascending order. With few units the parts of one unit run on several threads: the
 // same parts, the same merges, so the same bits.
@@ -61,7 +63,7 @@ struct Workspace {
     };
     queries = take(rows * dim);
     scores = take(rows * kTileKeys);
-    transposed = take(dim * kTileKeys);
+    keys = take(dim * kTileKeys);
     values = take(dim * kTileKeys);
     running = {take(rows), take(rows * kWidth), take(rows * dim)};
     whole = take(part_floats(shape, rows));
@@ -73,8 +75,9 @@ struct Workspace {
                 2 * part_floats(shape, rows) + 9 * 16);
   }
 
-  float *queries, *scores, *transposed, *values, *whole, *next;
+  float *queries, *scores, *keys, *values, *whole, *next;
   Running running;
+  Ahead ahead;
 };
 
 int64_t query_length(const TwkBatch& batch, int64_t sequence) {
@@ -103,73 +106,118 @@ void load_queries(const Shape& shape, const Unit& unit, float* out) {
   }
 }
 
-// Calls body(position, slot) for positions [begin, end) of a sequence, block by block.
-template <typename Body>
-TWK_INLINE void each_slot(const Shape& shape, int64_t sequence, int64_t begin, int64_t end,
-                          const Body& body) {
+// Where the vectors of a tile lie: elements before their block, and positions into it.
+struct Place {
+  int64_t start, begin, end;  // as KeyTile
+  int64_t block[kTileVectors], offset[kTileVectors];
+};
+
+int64_t tile_start(int64_t position) { return position / kTileKeys * kTileKeys; }
+
+// The tile at `start`, its keys at positions [begin, end) only.
+Place place_tile(const Shape& shape, int64_t sequence, int64_t start, int64_t begin, int64_t end) {
+  Place place;
+  place.start = start;
+  place.begin = larger(begin - start, 0);
+  place.end = smaller(end - start, kTileKeys);
   const int32_t* table = shape.batch.block_tables + sequence * shape.batch.table_stride;
   const int64_t size = shape.cache.block_size;
-  int64_t position = begin;
-  for (int64_t block = begin / size; position < end; ++block) {
-    const int64_t shift = (table[block] - block) * size, last = smaller(end, (block + 1) * size);
-    for (; position < last; ++position) body(position, position + shift);
+  const int64_t block_elements = shape.cache.kv_heads * size * shape.dim;
+  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
+    const int64_t position = start + at * kWidth;
+    place.block[at] = table[position / size] * block_elements;
+    place.offset[at] = position % size;
   }
+  return place;
 }
 
-// Fills the tile's keys and values of one KV head from the cache's blocks.
+// A tile in the cache itself: vectors of whole blocks.
 template <typename Stored>
-void load_tile(const Shape& shape, const Unit& unit, int64_t head, KeyTile& tile, float* values) {
-  const int64_t stride = shape.cache.kv_heads * shape.dim;
-  const Stored* cached_keys = static_cast<const Stored*>(shape.cache.keys) + head * shape.dim;
-  const Stored* cached_values = static_cast<const Stored*>(shape.cache.values) + head * shape.dim;
-  const Stored* keys[kTileKeys];
-  each_slot(shape, unit.sequence, tile.start + tile.begin, tile.start + tile.end,
-            [&](int64_t position, int64_t slot) __attribute__((always_inline)) {
-              const int64_t key = position - tile.start;
-              keys[key] = cached_keys + slot * stride;
-              const Stored* value = cached_values + slot * stride;
-              if constexpr (sizeof(Stored) == sizeof(float)) {
-                tile.values[key] = value;
-              } else {
-                float* out = values + key * shape.dim;
-                for (int64_t d = 0; d < shape.dim; d += kWidth) store(out + d, load(value + d));
-                tile.values[key] = out;
-              }
-            });
-  transpose_keys(keys, tile, shape.dim);
+KeyTile<Stored> stored_tile(const Shape& shape, int64_t head, const Place& place) {
+  const int64_t head_elements = head * shape.cache.block_size * shape.dim;
+  const Stored* keys = static_cast<const Stored*>(shape.cache.keys) + head_elements;
+  const Stored* values = static_cast<const Stored*>(shape.cache.values) + head_elements;
+  KeyTile<Stored> tile{place.start, place.begin, place.end, {}, {}, shape.cache.block_size};
+  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
+    tile.keys[at] = keys + place.block[at] + place.offset[at];
+    tile.values[at] = values + place.block[at] + place.offset[at] * shape.dim;
+  }
+  return tile;
 }
 
-// Asks for the keys and values of all the unit's heads at some positions ahead of their use. The
-// blocks lie anywhere, so no prefetcher of the machine can foresee them.
-//
-// Inlined by force: GCC takes a function that only prefetches for one without effect and drops it.
+KeyTile<float> copied_tile(const Shape& shape, const Place& place, const Workspace& space) {
+  KeyTile<float> tile{place.start, place.begin, place.end, {}, {}, kTileKeys};
+  for (int64_t at = 0; at < kTileVectors; ++at) {
+    tile.keys[at] = space.keys + at * kWidth;
+    tile.values[at] = space.values + at * kWidth * shape.dim;
+  }
+  return tile;
+}
+
+// The same in float32, copied out vector by vector.
 template <typename Stored>
-TWK_INLINE void fetch_stored(const Shape& shape, const Unit& unit, int64_t begin, int64_t end) {
-  const int64_t stride = shape.cache.kv_heads * shape.dim * static_cast<int64_t>(sizeof(Stored));
-  const int64_t first = unit.head * shape.dim * static_cast<int64_t>(sizeof(Stored));
-  const int64_t last = first + unit.heads * shape.dim * static_cast<int64_t>(sizeof(Stored));
-  const char* keys = static_cast<const char*>(shape.cache.keys);
-  const char* values = static_cast<const char*>(shape.cache.values);
-  each_slot(shape, unit.sequence, begin, end,
-            [&](int64_t, int64_t slot) __attribute__((always_inline)) {
-              const int64_t row = slot * stride;
-              for (int64_t at = row + first; at < row + last; at += 64) {
-                __builtin_prefetch(keys + at, 0, 3);
-                __builtin_prefetch(values + at, 0, 3);
-              }
-            });
+KeyTile<float> expand_tile(const Shape& shape, int64_t head, const Place& place,
+                           const Workspace& space) {
+  const KeyTile<Stored> stored = stored_tile<Stored>(shape, head, place);
+  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
+    float* keys = space.keys + at * kWidth;
+    float* values = space.values + at * kWidth * shape.dim;
+    for (int64_t d = 0; d < shape.dim; ++d) {
+      store(keys + d * kTileKeys, load(stored.keys[at] + d * stored.key_stride));
+      store(values + d * kWidth, load(stored.values[at] + d * kWidth));
+    }
+  }
+  return copied_tile(shape, place, space);
 }
 
-TWK_INLINE void fetch_positions(const Shape& shape, const Unit& unit, int64_t begin, int64_t end) {
-  if (shape.cache.kind == TWK_KV_BF16) {
-    fetch_stored<uint16_t>(shape, unit, begin, end);
-  } else {
-    fetch_stored<float>(shape, unit, begin, end);
+float to_float(float x) { return x; }
+float to_float(uint16_t x) {
+  const uint32_t bits = static_cast<uint32_t>(x) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The same from blocks of any size, copied out key by key.
+template <typename Stored>
+KeyTile<float> gather_tile(const Shape& shape, int64_t sequence, int64_t head, const Place& place,
+                           const Workspace& space) {
+  const int32_t* table = shape.batch.block_tables + sequence * shape.batch.table_stride;
+  const int64_t size = shape.cache.block_size, dim = shape.dim;
+  for (int64_t key = place.begin; key < place.end; ++key) {
+    const int64_t position = place.start + key, offset = position % size;
+    const int64_t block = (table[position / size] * shape.cache.kv_heads + head) * size * dim;
+    const Stored* keys = static_cast<const Stored*>(shape.cache.keys) + block + offset;
+    const Stored* values = static_cast<const Stored*>(shape.cache.values) + block + offset * dim;
+    for (int64_t d = 0; d < dim; ++d) {
+      space.keys[d * kTileKeys + key] = to_float(keys[d * size]);
+      space.values[key * dim + d] = to_float(values[d]);
+    }
+  }
+  return copied_tile(shape, place, space);
+}
+
+bool whole_vectors(const Shape& shape) { return shape.cache.block_size % kWidth == 0; }
+
+// Sets `space.ahead` to the keys and values of one head's tile.
+void look_ahead(const Shape& shape, int64_t head, const Place& place, Workspace& space) {
+  const int64_t size = shape.cache.block_size, item = shape.cache.kind == TWK_KV_BF16 ? 2 : 4;
+  const int64_t head_bytes = head * size * shape.dim * item;
+  space.ahead.clear(size * shape.dim * item);
+  if (!whole_vectors(shape) || size > kTileKeys) return;
+  const void* const parts[] = {shape.cache.keys, shape.cache.values};
+  for (const void* part : parts) {
+    const char* const heads = static_cast<const char*>(part) + head_bytes;
+    for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
+      const bool starts = place.offset[at] == 0 || at == place.begin / kWidth;
+      if (starts) space.ahead.add(heads + place.block[at] * item);
+    }
   }
 }
 
 // The rows of the unit's KV head `which` over one tile of that head's keys.
-void attend_tile(const Shape& shape, const Unit& unit, int64_t which, const KeyTile& tile,
+template <typename Stored>
+void attend_tile(const Shape& shape, const Unit& unit, int64_t which, const KeyTile<Stored>& tile,
                  Workspace& space) {
   const int64_t rows = unit.count * shape.group, position = first_position(shape.batch, unit);
   const int64_t first = which * rows;
@@ -183,40 +231,77 @@ void attend_tile(const Shape& shape, const Unit& unit, int64_t which, const KeyT
     }
     const Running state{space.running.largest + row, space.running.sums + row * kWidth,
                         space.running.out + row * shape.dim};
-    attend_rows(count, space.queries + row * shape.dim, tile, spans, shape.dim,
-                space.scores + row * kTileKeys, state);
+    const float* queries = space.queries + row * shape.dim;
+    float* scores = space.scores + row * kTileKeys;
+    if (space.ahead.empty()) {
+      attend_rows<Stored, false>(count, queries, tile, spans, shape.dim, scores, state, nullptr);
+    } else {
+      attend_rows<Stored, true>(count, queries, tile, spans, shape.dim, scores, state,
+                                &space.ahead);
+    }
   }
 }
 
+template <typename Stored>
+void attend_head(const Shape& shape, const Unit& unit, int64_t which, const Place& place,
+                 Workspace& space) {
+  const int64_t head = unit.head + which;
+  if (!whole_vectors(shape)) {
+    const KeyTile<float> tile =
+        gather_tile<Stored>(shape, unit.sequence, head, place, space);
+    attend_tile(shape, unit, which, tile, space);
+  } else if (sizeof(Stored) < sizeof(float) && unit.count * shape.group > kTileRows) {
+    attend_tile(shape, unit, which, expand_tile<Stored>(shape, head, place, space), space);
+  } else {
+    attend_tile(shape, unit, which, stored_tile<Stored>(shape, head, place), space);
+  }
+}
+
+// The positions of part `split` of the context that any of the unit's rows sees.
+Span split_span(const Shape& shape, const Unit& unit, int64_t split) {
+  const int64_t position = first_position(shape.batch, unit);
+  return {larger(split * kSplitKeys, window_start(position, shape.call.window)),
+          smaller((split + 1) * kSplitKeys, position + unit.count)};
+}
+
 // Attention over one part of the context, into `out` unnormalised; sums 0 for rows that see none.
-void attend_split(const Shape& shape, const Unit& unit, int64_t split, Workspace& space, Part out) {
-  const int64_t rows = row_count(shape, unit), position = first_position(shape.batch, unit);
+// `following` is the unit that the thread is likely to take next, or null.
+void attend_split(const Shape& shape, const Unit& unit, int64_t split, const Unit* following,
+                  Workspace& space, Part out) {
+  const int64_t rows = row_count(shape, unit);
   const Running& running = space.running;
   for (int64_t row = 0; row < rows; ++row) running.largest[row] = kMasked;
   memset(running.sums, 0, static_cast<size_t>(rows * kWidth) * sizeof(float));
   memset(running.out, 0, static_cast<size_t>(rows * shape.dim) * sizeof(float));
-  const int64_t begin = larger(split * kSplitKeys, window_start(position, shape.call.window));
-  const int64_t end = smaller((split + 1) * kSplitKeys, position + unit.count);
-  const int64_t first = begin / kTileKeys * kTileKeys;
-  if (unit.heads > 1) fetch_positions(shape, unit, begin, smaller(end, first + kTileKeys));
-  for (int64_t start = first; start < end; start += kTileKeys) {
-    KeyTile tile;
-    tile.start = start;
-    tile.begin = larger(begin - start, 0);
-    tile.end = smaller(end - start, kTileKeys);
-    tile.transposed = space.transposed;
-    for (int64_t which = 0; which < unit.heads; ++which) {
-      if (shape.cache.kind == TWK_KV_BF16) {
-        load_tile<uint16_t>(shape, unit, unit.head + which, tile, space.values);
-      } else {
-        load_tile<float>(shape, unit, unit.head + which, tile, space.values);
-      }
-      const int64_t next = start + kTileKeys;  // each head asks for its share of the next tile
-      const int64_t from = next + kTileKeys * which / unit.heads;
-      const int64_t to = smaller(end, next + kTileKeys * (which + 1) / unit.heads);
-      fetch_positions(shape, unit, from, to);
-      attend_tile(shape, unit, which, tile, space);
+  const auto tile_of = [&](int64_t part, int64_t position) {
+    const Span span = split_span(shape, unit, part);
+    return place_tile(shape, unit.sequence, tile_start(position), span.begin, span.end);
+  };
+  const Span own = split_span(shape, unit, split);
+  Place place = tile_of(split, own.begin);
+  for (int64_t start = place.start; start < own.end; start += kTileKeys) {
+    const int64_t next_start = start + kTileKeys;
+    Place next = place;
+    int64_t next_head = unit.head;
+    if (next_start < own.end) {
+      next = tile_of(split, next_start);
+    } else if (split + 1 < unit.first_split + unit.splits) {
+      next = tile_of(split + 1, next_start);
+    } else if (following != nullptr) {
+      const Span first = split_span(shape, *following, following->first_split);
+      next = place_tile(shape, following->sequence, tile_start(first.begin), first.begin, first.end);
+      next_head = following->head;
     }
+    for (int64_t which = 0; which < unit.heads; ++which) {
+      const bool last = which + 1 == unit.heads;
+      look_ahead(shape, last ? next_head : unit.head + which + 1, last ? next : place, space);
+      if (shape.cache.kind == TWK_KV_BF16) {
+        attend_head<uint16_t>(shape, unit, which, place, space);
+      } else {
+        attend_head<float>(shape, unit, which, place, space);
+      }
+    }
+    place = next;
   }
   for (int64_t row = 0; row < rows; ++row) {
     out.largest[row] = running.largest[row];
@@ -306,6 +391,7 @@ int64_t list_units(const Shape& shape, Unit* units) {
 void run_units(TwkContext* context, const Shape& shape, const Unit* units, int64_t count) {
   parallel(context, count, [&](int64_t index, int thread) {
     const Unit& unit = units[index];
+    const Unit* const following = index + 1 < count ? units + index + 1 : nullptr;
     const int64_t rows = row_count(shape, unit);
     Workspace space(shape, static_cast<float*>(twk::thread_scratch(context, thread,
                                                                    Workspace::bytes(shape))));
@@ -313,7 +399,7 @@ void run_units(TwkContext* context, const Shape& shape, const Unit* units, int64
     const Part whole = part_at(space.whole, rows), next = part_at(space.next, rows);
     clear(whole, rows, shape.dim);
     for (int64_t split = 0; split < unit.splits; ++split) {
-      attend_split(shape, unit, unit.first_split + split, space, next);
+      attend_split(shape, unit, unit.first_split + split, following, space, next);
       merge(whole, next, rows, shape.dim);
     }
     finish(shape, unit, whole);
@@ -333,7 +419,7 @@ void run_splits(TwkContext* context, const Shape& shape, const Unit* units, int6
     Workspace space(shape, static_cast<float*>(twk::thread_scratch(context, thread,
                                                                    Workspace::bytes(shape))));
     load_queries(shape, unit, space.queries);
-    attend_split(shape, unit, unit.first_split + part - unit.partial, space,
+    attend_split(shape, unit, unit.first_split + part - unit.partial, nullptr, space,
                  part_at(memory + part * floats, row_count(shape, unit)));
   });
   parallel(context, count, [&](int64_t index, int) {

@@ -13,6 +13,7 @@
 namespace TWK_NAMESPACE {
 
 constexpr int64_t kTileKeys = 64;
+constexpr int64_t kTileVectors = kTileKeys / kWidth;
 // Vectors that a block of rows accumulates at once: more for few rows, whose chains are few.
 constexpr int block_vectors(int rows) { return rows * 2 <= kTileRows ? 4 : 2; }
 constexpr float kMasked = -__builtin_inff();
@@ -24,71 +25,139 @@ struct Running {
   float* out;      // [rows, head_dim]
 };
 
-// One tile of one sequence and KV head. Keys before `begin` and from `end` on are not read.
+// One tile of one sequence and KV head, by vectors of kWidth keys, as float or bf16. Keys before
+// `begin` and from `end` on may hold anything; vectors without a key between are not there.
+template <typename Stored>
 struct KeyTile {
   int64_t start;  // absolute position of key 0
   int64_t begin, end;
-  float* transposed;              // [head_dim, kTileKeys]
-  const float* values[kTileKeys];  // [head_dim] each
+  const Stored* keys[kTileVectors];    // kWidth keys at d * key_stride
+  const Stored* values[kTileVectors];  // [kWidth, head_dim]
+  int64_t key_stride;
 };
 
-template <typename Stored>
-void transpose_keys(const Stored* const* keys, const KeyTile& tile, int64_t head_dim) {
-  for (int64_t first = tile.begin / kWidth * kWidth; first < tile.end; first += kWidth) {
-    for (int64_t d = 0; d < head_dim; d += kWidth) {
-      Vec rows[kWidth];
-      if (first >= tile.begin && first + kWidth <= tile.end) {
-        TWK_UNROLL for (int i = 0; i < kWidth; ++i) rows[i] = load(keys[first + i] + d);
-      } else {
-        for (int i = 0; i < kWidth; ++i) {
-          const int64_t key = first + i;
-          rows[i] = key >= tile.begin && key < tile.end ? load(keys[key] + d) : zero();
-        }
-      }
-      transpose(rows, tile.transposed + d * kTileKeys + first, kTileKeys);
-    }
+// Memory that will be needed next, in pieces, asked for line by line during the arithmetic: the
+// pieces lie anywhere, so the machine's own prefetcher sees each one only after its first misses.
+class Ahead {
+ public:
+  void clear(int64_t piece_bytes) {
+    count_ = index_ = offset_ = 0;
+    piece_bytes_ = piece_bytes;
   }
+  void add(const void* piece) { pieces_[count_++] = static_cast<const char*>(piece); }
+  bool empty() const { return index_ == count_; }
+
+  // The start of the next `bytes`; of no matter what once all is taken.
+  const char* take(int64_t bytes) {
+    if (empty()) return pieces_[0];
+    const char* const start = pieces_[index_] + offset_;
+    offset_ += bytes;
+    if (offset_ >= piece_bytes_) {
+      offset_ = 0;
+      ++index_;
+    }
+    return start;
+  }
+
+ private:
+  const char* pieces_[2 * kTileVectors];
+  int64_t count_ = 0, index_ = 0, offset_ = 0, piece_bytes_ = 0;
+};
+
+// Lines to ask for in each turn of a loop that reads `vectors` vectors a turn: as fast as it reads.
+template <typename Stored>
+constexpr int lines_a_turn(int vectors) {
+  const int bytes = vectors * kWidth * static_cast<int>(sizeof(Stored));
+  return bytes < 64 ? 1 : bytes / 64;
 }
 
-template <int kRows, int kVectors>
-TWK_KERNEL void score_block(const float* queries, const float* keys, int64_t head_dim,
-                            float* scores) {
+// Where each of a loop's lines is, advancing by one line a turn.
+template <int kLines>
+struct Lines {
+  TWK_INLINE Lines(Ahead* ahead, int64_t turns) {
+    TWK_UNROLL for (int i = 0; i < kLines; ++i) at[i] = ahead->take(64 * turns);
+  }
+  TWK_INLINE void ask(int64_t turn) const {
+    TWK_UNROLL for (int i = 0; i < kLines; ++i) __builtin_prefetch(at[i] + 64 * turn, 0, 3);
+  }
+  const char* at[kLines];
+};
+template <>
+struct Lines<0> {
+  TWK_INLINE Lines(Ahead*, int64_t) {}
+  TWK_INLINE void ask(int64_t) const {}
+};
+
+template <int kRows, int kVectors, typename Stored, int kLines>
+TWK_KERNEL void score_block(const float* queries, const KeyTile<Stored>& tile, int64_t first,
+                            int64_t head_dim, float* scores, Ahead* ahead) {
+  const Lines<kLines> lines(ahead, head_dim);
+  const int64_t stride = tile.key_stride;
+  const Stored* keys[kVectors];
   Vec sums[kRows][kVectors];
+  TWK_UNROLL for (int v = 0; v < kVectors; ++v) keys[v] = tile.keys[first + v];
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
     TWK_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
   }
   for (int64_t d = 0; d < head_dim; ++d) {
-    Vec key[kVectors];
-    TWK_UNROLL for (int v = 0; v < kVectors; ++v) key[v] = load(keys + d * kTileKeys + v * kWidth);
-    TWK_UNROLL for (int r = 0; r < kRows; ++r) {
-      const Vec query = set(queries[r * head_dim + d]);
-      TWK_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(query, key[v], sums[r][v]);
+    lines.ask(d);
+    if constexpr (kRows < kVectors) {  // the operands that are fewer stay in registers
+      Vec query[kRows];
+      TWK_UNROLL for (int r = 0; r < kRows; ++r) query[r] = set(queries[r * head_dim + d]);
+      TWK_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const Vec key = load(keys[v] + d * stride);
+        TWK_UNROLL for (int r = 0; r < kRows; ++r) sums[r][v] = fma(query[r], key, sums[r][v]);
+      }
+    } else {
+      Vec key[kVectors];
+      TWK_UNROLL for (int v = 0; v < kVectors; ++v) key[v] = load(keys[v] + d * stride);
+      TWK_UNROLL for (int r = 0; r < kRows; ++r) {
+        const Vec query = set(queries[r * head_dim + d]);
+        TWK_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(query, key[v], sums[r][v]);
+      }
     }
   }
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
     TWK_UNROLL for (int v = 0; v < kVectors; ++v) {
-      store(scores + r * kTileKeys + v * kWidth, sums[r][v]);
+      store(scores + r * kTileKeys + (first + v) * kWidth, sums[r][v]);
     }
   }
 }
 
 // Adds the tile's weighted values to `out`, which is first scaled by each row's factor.
-template <int kRows, int kVectors>
-TWK_KERNEL void value_block(const float* weights, const KeyTile& tile, int64_t begin, int64_t end,
-                            int64_t at, int64_t head_dim, const float* factors, float* out) {
+template <int kRows, int kVectors, typename Stored, int kLines>
+TWK_KERNEL void value_block(const float* weights, const KeyTile<Stored>& tile, int64_t begin,
+                            int64_t end, int64_t at, int64_t head_dim, const float* factors,
+                            float* out, Ahead* ahead) {
+  const Lines<kLines> lines(ahead, end - begin);
   Vec sums[kRows][kVectors];
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
     TWK_UNROLL for (int v = 0; v < kVectors; ++v) {
       sums[r][v] = load(out + r * head_dim + at + v * kWidth) * set(factors[r]);
     }
   }
-  for (int64_t key = begin; key < end; ++key) {
-    const float* value = tile.values[key] + at;
-    Vec part[kVectors];
-    TWK_UNROLL for (int v = 0; v < kVectors; ++v) part[v] = load(value + v * kWidth);
-    TWK_UNROLL for (int r = 0; r < kRows; ++r) {
-      const Vec weight = set(weights[r * kTileKeys + key]);
-      TWK_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = fma(weight, part[v], sums[r][v]);
+  for (int64_t key = begin; key < end;) {
+    const int64_t vector = key / kWidth, last = smaller(end, (vector + 1) * kWidth);
+    const Stored* value = tile.values[vector] + (key - vector * kWidth) * head_dim + at;
+    for (; key < last; ++key, value += head_dim) {
+      lines.ask(key - begin);
+      if constexpr (kRows < kVectors) {
+        Vec weight[kRows];
+        TWK_UNROLL for (int r = 0; r < kRows; ++r) weight[r] = set(weights[r * kTileKeys + key]);
+        TWK_UNROLL for (int v = 0; v < kVectors; ++v) {
+          const Vec part = load(value + v * kWidth);
+          TWK_UNROLL for (int r = 0; r < kRows; ++r) sums[r][v] = fma(weight[r], part, sums[r][v]);
+        }
+      } else {
+        Vec part[kVectors];
+        TWK_UNROLL for (int v = 0; v < kVectors; ++v) part[v] = load(value + v * kWidth);
+        TWK_UNROLL for (int r = 0; r < kRows; ++r) {
+          const Vec weight = set(weights[r * kTileKeys + key]);
+          TWK_UNROLL for (int v = 0; v < kVectors; ++v) {
+            sums[r][v] = fma(weight, part[v], sums[r][v]);
+          }
+        }
+      }
     }
   }
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -121,6 +190,10 @@ TWK_INLINE float soften(float* scores, Span seen, int64_t first, int64_t last, f
     store(scores + key, weight);
     total = total + weight;
   }
+  if (after == before) {  // the factor would be exactly 1
+    store(sums, load(sums) + total);
+    return 1.0f;
+  }
   const Vec factor = exp2_negative(set(before) - bases);
   store(sums, load(sums) * factor + total);
   *largest_score = after;
@@ -129,9 +202,9 @@ TWK_INLINE float soften(float* scores, Span seen, int64_t first, int64_t last, f
   return lanes[0];
 }
 
-template <int kRows>
-void attend_group(const float* queries, const KeyTile& tile, const Span* spans, int64_t head_dim,
-                  float* scores, const Running& state) {
+template <int kRows, typename Stored, bool kAhead>
+void attend_group(const float* queries, const KeyTile<Stored>& tile, const Span* spans,
+                  int64_t head_dim, float* scores, const Running& state, Ahead* ahead) {
   Span any = spans[0];
   for (int r = 1; r < kRows; ++r) {
     any.begin = smaller(any.begin, spans[r].begin);
@@ -140,46 +213,57 @@ void attend_group(const float* queries, const KeyTile& tile, const Span* spans, 
   any.begin = larger(any.begin, tile.begin);
   any.end = smaller(any.end, tile.end);
   if (any.begin >= any.end) return;
-  const int64_t first = any.begin / kWidth * kWidth, last = ceil_div(any.end, kWidth) * kWidth;
   constexpr int kVectors = block_vectors(kRows);
+  constexpr int kLines = kAhead ? lines_a_turn<Stored>(kVectors) : 0;
+  constexpr int kLinesOfOne = kAhead ? 1 : 0;
+  const int64_t first = any.begin / kWidth, last = ceil_div(any.end, kWidth);
   int64_t at = first;
-  for (; at + kVectors * kWidth <= last; at += kVectors * kWidth) {
-    score_block<kRows, kVectors>(queries, tile.transposed + at, head_dim, scores + at);
+  for (; at + kVectors <= last; at += kVectors) {
+    score_block<kRows, kVectors, Stored, kLines>(queries, tile, at, head_dim, scores, ahead);
   }
-  for (; at < last; at += kWidth) {
-    score_block<kRows, 1>(queries, tile.transposed + at, head_dim, scores + at);
+  for (; at < last; ++at) {
+    score_block<kRows, 1, Stored, kLinesOfOne>(queries, tile, at, head_dim, scores, ahead);
   }
   float factors[kRows];
   for (int r = 0; r < kRows; ++r) {
-    factors[r] = soften(scores + r * kTileKeys, spans[r], first, last, state.largest + r,
-                        state.sums + r * kWidth);
+    factors[r] = soften(scores + r * kTileKeys, spans[r], first * kWidth, last * kWidth,
+                        state.largest + r, state.sums + r * kWidth);
   }
   int64_t d = 0;
   for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
-    value_block<kRows, kVectors>(scores, tile, any.begin, any.end, d, head_dim, factors,
-                                    state.out);
+    value_block<kRows, kVectors, Stored, kLines>(scores, tile, any.begin, any.end, d, head_dim,
+                                                 factors, state.out, ahead);
   }
   for (; d < head_dim; d += kWidth) {
-    value_block<kRows, 1>(scores, tile, any.begin, any.end, d, head_dim, factors, state.out);
+    value_block<kRows, 1, Stored, kLinesOfOne>(scores, tile, any.begin, any.end, d, head_dim,
+                                               factors, state.out, ahead);
   }
 }
 
-TWK_INLINE void attend_rows(int64_t rows, const float* queries, const KeyTile& tile,
-                            const Span* spans, int64_t head_dim, float* scores,
-                            const Running& state) {
+template <int kValue>
+struct Count {
+  constexpr operator int() const { return kValue; }
+};
+
+// Up to kTileRows rows over one tile.
+template <typename Stored, bool kAhead>
+void attend_rows(int64_t rows, const float* queries, const KeyTile<Stored>& tile,
+                 const Span* spans, int64_t head_dim, float* scores, const Running& state,
+                 Ahead* ahead) {
+  const auto attend = [&](auto count) {
+    attend_group<count, Stored, kAhead>(queries, tile, spans, head_dim, scores, state, ahead);
+  };
   switch (rows) {
-    case 1: return attend_group<1>(queries, tile, spans, head_dim, scores, state);
-    case 2: return attend_group<2>(queries, tile, spans, head_dim, scores, state);
-    case 3: return attend_group<3>(queries, tile, spans, head_dim, scores, state);
-    case 4: return attend_group<4>(queries, tile, spans, head_dim, scores, state);
-#if TWK_ISA == 2 || defined(__aarch64__)
-    case 5: return attend_group<5>(queries, tile, spans, head_dim, scores, state);
-    case 6: return attend_group<6>(queries, tile, spans, head_dim, scores, state);
-    case 7: return attend_group<7>(queries, tile, spans, head_dim, scores, state);
-    case 8: return attend_group<8>(queries, tile, spans, head_dim, scores, state);
-#endif
-    default: __builtin_unreachable();
+    case 1: return attend(Count<1>{});
+    case 2: return attend(Count<2>{});
+    case 3: return attend(Count<3>{});
+    case 4: return attend(Count<4>{});
+    case 5: if constexpr (kTileRows > 4) return attend(Count<5>{}); break;
+    case 6: if constexpr (kTileRows > 5) return attend(Count<6>{}); break;
+    case 7: if constexpr (kTileRows > 6) return attend(Count<7>{}); break;
+    case 8: if constexpr (kTileRows > 7) return attend(Count<8>{}); break;
   }
+  __builtin_unreachable();
 }
 
 }  // namespace TWK_NAMESPACE

@@ -15,8 +15,11 @@
 namespace TWK_NAMESPACE {
 namespace {
 
-constexpr int64_t kPieceBytes = 36 * 1024;   // of weights, beside a tile of x in the first cache
+// Of weights, beside a tile of x in the first cache: of 48 kB where there is AVX-512, else of 32.
+constexpr int64_t kPieceBytes = TWK_ISA == 2 ? 36 * 1024 : 20 * 1024;
 constexpr int64_t kFetchAhead = 4096;
+// Lines of weights between two fetches: what one or some steps of k read.
+constexpr int kStreamLines = TWK_ISA == 2 ? 3 : 4;
 constexpr int64_t kRowsPerTask = 64;         // a multiple of kTileRows
 constexpr int64_t kGroupBytes = 768 * 1024;  // of x, read once per panel: in the second cache
 
@@ -39,11 +42,13 @@ TWK_INLINE void fetch_lines(const char* at) {
   TWK_UNROLL for (int line = 0; line < kFetch; ++line) __builtin_prefetch(at + line * 64, 0, 2);
 }
 
-// kFetch: lines fetched ahead for each 192 bytes of weights read, 3 keeping pace with the stream.
+// kFetch: lines fetched ahead for each kStreamLines of weights read.
 template <int kRows, typename Weight, bool kScaled, int kFetch>
 void tile(const Pass& pass) {
   constexpr int kStepBytes = kPanelWidth * static_cast<int>(sizeof(Weight));
-  constexpr int kUnroll = kStepBytes >= 192 ? 1 : kStepBytes >= 96 ? 2 : kStepBytes >= 48 ? 4 : 8;
+  constexpr int kWholeSteps = kStreamLines * 64 / kStepBytes;
+  constexpr int kUnroll = kWholeSteps < 2 ? 1 : 2;
+  constexpr int kSteps = kWholeSteps < 2 ? 1 : kWholeSteps / 2 * 2;
   Vec sums[kRows][kPanelVectors];
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
     TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
@@ -64,11 +69,14 @@ void tile(const Pass& pass) {
     }
   };
   int64_t column = 0;
-  for (; column + kUnroll <= pass.length; column += kUnroll) {
+  while (column + kSteps <= pass.length) {
     fetch_lines<kFetch>(fetch);
     fetch += kFetch * 64;
-    TWK_UNROLL for (int u = 0; u < kUnroll; ++u) step(weights + u * kPanelWidth, column + u);
-    weights += kUnroll * kPanelWidth;
+    _Pragma("GCC unroll 1") for (int turn = 0; turn < kSteps; turn += kUnroll) {
+      TWK_UNROLL for (int u = 0; u < kUnroll; ++u) step(weights + u * kPanelWidth, column + u);
+      weights += kUnroll * kPanelWidth;
+      column += kUnroll;
+    }
   }
   for (; column < pass.length; ++column) {
     step(weights, column);
@@ -94,14 +102,12 @@ void tile_of(int64_t rows, const Pass& pass) {
     case 2: return tile<2, Weight, kScaled, kFetch>(pass);
     case 3: return tile<3, Weight, kScaled, kFetch>(pass);
     case 4: return tile<4, Weight, kScaled, kFetch>(pass);
-#if TWK_ISA == 2 || defined(__aarch64__)
-    case 5: return tile<5, Weight, kScaled, kFetch>(pass);
-    case 6: return tile<6, Weight, kScaled, kFetch>(pass);
-    case 7: return tile<7, Weight, kScaled, kFetch>(pass);
-    case 8: return tile<8, Weight, kScaled, kFetch>(pass);
-#endif
-    default: __builtin_unreachable();
+    case 5: if constexpr (kTileRows > 4) return tile<5, Weight, kScaled, kFetch>(pass); break;
+    case 6: if constexpr (kTileRows > 5) return tile<6, Weight, kScaled, kFetch>(pass); break;
+    case 7: if constexpr (kTileRows > 6) return tile<7, Weight, kScaled, kFetch>(pass); break;
+    case 8: if constexpr (kTileRows > 7) return tile<8, Weight, kScaled, kFetch>(pass); break;
   }
+  __builtin_unreachable();
 }
 
 // One panel's outputs for some rows: where they go, whole panels straight into y, the last narrow
@@ -143,17 +149,18 @@ void block_f32(const Block& block) {
                 block.y + begin * block.y_stride, block.y_stride, column == 0, nullptr,
                 column + length == k ? block.bias : nullptr,
                 reinterpret_cast<const char*>(weights) + bytes};
+      // The tiles share the fetching of the next piece, as evenly as they can.
+      const int64_t lines = ceil_div(kStreamLines, smaller(tiles, kStreamLines));
+      pass.fetch += which * lines * bytes / kStreamLines;
       if (tiles == 1) {
         pass.fetch = reinterpret_cast<const char*>(weights) + kFetchAhead;
-        tile_of<float, false, 3>(rows, pass);
-      } else if (tiles == 2) {
-        pass.fetch += which * (bytes * 2 / 3);
-        tile_of<float, false, 2>(rows, pass);
-      } else if (tiles > 2 && which < 3) {
-        pass.fetch += which * (bytes / 3);
-        tile_of<float, false, 1>(rows, pass);
-      } else {
+        tile_of<float, false, kStreamLines>(rows, pass);
+      } else if (which * lines >= kStreamLines) {
         tile_of<float, false, 0>(rows, pass);
+      } else if (lines > 1) {
+        tile_of<float, false, 2>(rows, pass);
+      } else {
+        tile_of<float, false, 1>(rows, pass);
       }
     }
   }
@@ -177,7 +184,7 @@ void block_i8(const Block& block) {
                 reinterpret_cast<const char*>(values) + length * kPanelWidth};
       if (tiles == 1) {
         pass.fetch = reinterpret_cast<const char*>(values) + kFetchAhead;
-        tile_of<int8_t, true, 3>(rows, pass);
+        tile_of<int8_t, true, kStreamLines>(rows, pass);
         continue;
       }
       pass.weights = block.expanded;

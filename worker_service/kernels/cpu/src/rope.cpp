@@ -23,13 +23,21 @@ uint16_t to_bf16(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-void write_row(void* cache, int32_t kind, int64_t offset, const float* row, int64_t width) {
-  if (kind == TWK_KV_F32) {
-    memcpy(static_cast<float*>(cache) + offset, row, static_cast<size_t>(width) * sizeof(float));
-    return;
+void put(float* out, float x) { *out = x; }
+void put(uint16_t* out, float x) { *out = to_bf16(x); }
+
+// One token's keys and values [kv_heads, head_dim] each, to its slot.
+template <typename Stored>
+void write_slot(const TwkCache& cache, int64_t slot, const float* keys, const float* values) {
+  const int64_t size = cache.block_size, dim = cache.head_dim;
+  const int64_t block = slot / size, offset = slot % size;
+  for (int64_t head = 0; head < cache.kv_heads; ++head) {
+    const int64_t start = (block * cache.kv_heads + head) * size * dim;
+    Stored* out = static_cast<Stored*>(cache.keys) + start + offset;
+    for (int64_t d = 0; d < dim; ++d) put(out + d * size, keys[head * dim + d]);
+    out = static_cast<Stored*>(cache.values) + start + offset * dim;
+    for (int64_t d = 0; d < dim; ++d) put(out + d, values[head * dim + d]);
   }
-  uint16_t* out = static_cast<uint16_t*>(cache) + offset;
-  for (int64_t i = 0; i < width; ++i) out[i] = to_bf16(row[i]);
 }
 
 }  // namespace
@@ -49,8 +57,11 @@ void rope_write(TwkContext* context, const twk::RopeCall& call, const TwkCache& 
     const int64_t slot = batch.slots[token];
     if (slot < 0) return;
     const float* keys = row + call.q_heads * dim;
-    write_row(cache.keys, cache.kind, slot * width, keys, width);
-    write_row(cache.values, cache.kind, slot * width, keys + width, width);
+    if (cache.kind == TWK_KV_BF16) {
+      write_slot<uint16_t>(cache, slot, keys, keys + width);
+    } else {
+      write_slot<float>(cache, slot, keys, keys + width);
+    }
   });
 }
 

@@ -63,12 +63,16 @@ class Buffer {
   void* grow(int64_t bytes) {
     if (bytes <= size_) return data_;
     std::free(data_);
-    size_ = (bytes + bytes / 4 + 63) / 64 * 64;
-    data_ = std::aligned_alloc(64, static_cast<size_t>(size_));
+    // Activations of many tokens are written a panel's width at a time, row after row: on small
+    // pages that misses the address cache at every row.
+    const int64_t alignment = bytes < kHugePage ? 64 : kHugePage;
+    size_ = (bytes + bytes / 4 + alignment - 1) / alignment * alignment;
+    data_ = std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(size_));
     if (data_ == nullptr) {
       size_ = 0;
       throw std::bad_alloc();
     }
+    if (alignment == kHugePage) advise_huge_pages(data_, size_);
     return data_;
   }
   int64_t size() const { return size_; }

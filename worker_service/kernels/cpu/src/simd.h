@@ -37,7 +37,8 @@ namespace TWK_NAMESPACE {
 #if TWK_ISA == 2
 
 constexpr int kWidth = 16;
-constexpr int kTileRows = 8;  // rows x 3 vectors of accumulators fill the registers
+constexpr int kTileRows = 8;  // rows x panel vectors of accumulators fill the registers
+constexpr int kPanelVectors = 3;
 using Vec = __m512;
 using IntVec = __m512i;
 
@@ -62,37 +63,12 @@ TWK_INLINE Vec round(Vec v) {
 // v * 2^n for integral n in [-126, 127].
 TWK_INLINE Vec scale_by_power(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
 
-// out[c][r] = in[r][c] for 16 rows given by pointers, 16 floats of each from column `at`.
-TWK_INLINE void transpose(Vec (&v)[16], float* out, int64_t stride) {
-  Vec t[16], u[16];
-  TWK_UNROLL for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
-  }
-  TWK_UNROLL for (int i = 0; i < 16; i += 4) {
-    u[i] = _mm512_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm512_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm512_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  TWK_UNROLL for (int i = 0; i < 4; ++i) {
-    t[i] = _mm512_shuffle_f32x4(u[i], u[4 + i], 0x88);
-    t[4 + i] = _mm512_shuffle_f32x4(u[i], u[4 + i], 0xdd);
-    t[8 + i] = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0x88);
-    t[12 + i] = _mm512_shuffle_f32x4(u[8 + i], u[12 + i], 0xdd);
-  }
-  TWK_UNROLL for (int i = 0; i < 4; ++i) {
-    store(out + i * stride, _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88));
-    store(out + (4 + i) * stride, _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0x88));
-    store(out + (8 + i) * stride, _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd));
-    store(out + (12 + i) * stride, _mm512_shuffle_f32x4(t[4 + i], t[12 + i], 0xdd));
-  }
-}
-
 #elif TWK_ISA == 1
 
 constexpr int kWidth = 8;
-constexpr int kTileRows = 4;
+// Not 4 x 3, for which GCC runs out of registers and reads the weights anew for every row.
+constexpr int kTileRows = 6;
+constexpr int kPanelVectors = 2;
 using Vec = __m256;
 
 TWK_INLINE Vec zero() { return _mm256_setzero_ps(); }
@@ -119,24 +95,6 @@ TWK_INLINE Vec scale_by_power(Vec v, Vec n) {
   return _mm256_mul_ps(v, _mm256_castsi256_ps(exponent));
 }
 
-TWK_INLINE void transpose(Vec (&v)[8], float* out, int64_t stride) {
-  Vec t[8], u[8];
-  TWK_UNROLL for (int i = 0; i < 8; i += 2) {
-    t[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
-    t[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
-  }
-  TWK_UNROLL for (int i = 0; i < 8; i += 4) {
-    u[i] = _mm256_shuffle_ps(t[i], t[i + 2], 0x44);
-    u[i + 1] = _mm256_shuffle_ps(t[i], t[i + 2], 0xee);
-    u[i + 2] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0x44);
-    u[i + 3] = _mm256_shuffle_ps(t[i + 1], t[i + 3], 0xee);
-  }
-  TWK_UNROLL for (int i = 0; i < 4; ++i) {
-    store(out + i * stride, _mm256_permute2f128_ps(u[i], u[4 + i], 0x20));
-    store(out + (4 + i) * stride, _mm256_permute2f128_ps(u[i], u[4 + i], 0x31));
-  }
-}
-
 #else
 
 // Four lanes by the compiler's own vectors: SSE2 on x86-64, NEON on aarch64.
@@ -146,6 +104,7 @@ constexpr int kTileRows = 8;
 #else
 constexpr int kTileRows = 4;
 #endif
+constexpr int kPanelVectors = 3;
 typedef float Vec __attribute__((vector_size(16)));
 typedef int32_t IntVec __attribute__((vector_size(16)));
 
@@ -184,15 +143,8 @@ TWK_INLINE Vec scale_by_power(Vec v, Vec n) {
   return v * (Vec)(bits << 23);
 }
 
-TWK_INLINE void transpose(Vec (&v)[4], float* out, int64_t stride) {
-  TWK_UNROLL for (int i = 0; i < 4; ++i) {
-    store(out + i * stride, Vec{v[0][i], v[1][i], v[2][i], v[3][i]});
-  }
-}
-
 #endif
 
-constexpr int kPanelVectors = 3;
 constexpr int kPanelWidth = kPanelVectors * kWidth;
 
 TWK_INLINE Vec load(const uint16_t* p) { return load_bf16(p); }
