@@ -215,14 +215,13 @@ void attend_group(const float* queries, const KeyTile<Stored>& tile, const Span*
   if (any.begin >= any.end) return;
   constexpr int kVectors = block_vectors(kRows);
   constexpr int kLines = kAhead ? lines_a_turn<Stored>(kVectors) : 0;
-  constexpr int kLinesOfOne = kAhead ? 1 : 0;
   const int64_t first = any.begin / kWidth, last = ceil_div(any.end, kWidth);
   int64_t at = first;
   for (; at + kVectors <= last; at += kVectors) {
     score_block<kRows, kVectors, Stored, kLines>(queries, tile, at, head_dim, scores, ahead);
   }
   for (; at < last; ++at) {
-    score_block<kRows, 1, Stored, kLinesOfOne>(queries, tile, at, head_dim, scores, ahead);
+    score_block<kRows, 1, Stored, 0>(queries, tile, at, head_dim, scores, ahead);
   }
   float factors[kRows];
   for (int r = 0; r < kRows; ++r) {
@@ -235,7 +234,7 @@ void attend_group(const float* queries, const KeyTile<Stored>& tile, const Span*
                                                  factors, state.out, ahead);
   }
   for (; d < head_dim; d += kWidth) {
-    value_block<kRows, 1, Stored, kLinesOfOne>(scores, tile, any.begin, any.end, d, head_dim,
+    value_block<kRows, 1, Stored, 0>(scores, tile, any.begin, any.end, d, head_dim,
                                                factors, state.out, ahead);
   }
 }
