@@ -16,7 +16,11 @@ namespace TWK_NAMESPACE {
 namespace {
 
 // Of weights, beside a tile of x in the first cache: of 48 kB where there is AVX-512, else of 32.
+// With two tiles of rows the next piece comes nearly as fast as this one is used, so both must fit.
 constexpr int64_t kPieceBytes = TWK_ISA == 2 ? 36 * 1024 : 20 * 1024;
+constexpr int64_t kPieceBytesOfTwo = TWK_ISA == 2 ? 36 * 1024 : 12 * 1024;
+// Into the second cache, or where pieces are small into the first.
+constexpr int kFetchLocality = TWK_ISA == 2 ? 2 : 3;
 constexpr int64_t kFetchAhead = 4096;
 // Lines of weights between two fetches: what one or some steps of k read.
 constexpr int kStreamLines = TWK_ISA == 2 ? 3 : 4;
@@ -39,7 +43,7 @@ struct Pass {
 
 template <int kFetch>
 TWK_INLINE void fetch_lines(const char* at) {
-  TWK_UNROLL for (int line = 0; line < kFetch; ++line) __builtin_prefetch(at + line * 64, 0, 2);
+  TWK_UNROLL for (int line = 0; line < kFetch; ++line) __builtin_prefetch(at + line * 64, 0, kFetchLocality);
 }
 
 // kFetch: lines fetched ahead for each kStreamLines of weights read.
@@ -137,7 +141,8 @@ void block_f32(const Block& block) {
   const int64_t k = block.panels->k;
   const float* panel = reinterpret_cast<const float*>(block.panels->panel(block.index));
   const int64_t tiles = ceil_div(block.rows, kTileRows);
-  const int64_t piece = tiles == 1 ? k : kPieceBytes / (kPanelWidth * 4);
+  const int64_t piece_bytes = tiles == 2 ? kPieceBytesOfTwo : kPieceBytes;
+  const int64_t piece = tiles == 1 ? k : piece_bytes / (kPanelWidth * 4);
   for (int64_t column = 0; column < k; column += piece) {
     const int64_t length = smaller(piece, k - column);
     const float* weights = panel + column * kPanelWidth;
