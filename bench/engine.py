@@ -19,6 +19,7 @@ from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import MemoryPool, Worker, WorkerInfo
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.turns import Turns
 
 
 class StepTimes:
@@ -56,6 +57,7 @@ class Engine:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._submitted = 0
+        self._turns = Turns()
 
     async def generate(self, prompts: Sequence[list[int]], output_tokens: int) -> float:
         """All prompts at once, greedily; the seconds until the last has its last token."""
@@ -65,7 +67,7 @@ class Engine:
 
     async def _one(self, prompt: list[int], output_tokens: int) -> None:
         self._submitted += 1
-        stream = TokenStream()
+        stream = TokenStream(turns=self._turns)
         self._driver.submit(
             Request(
                 request_id=RequestId(str(self._submitted)),

@@ -48,7 +48,7 @@ TWK_INLINE void fetch_lines(const char* at) {
 
 // kFetch: lines fetched ahead for each kStreamLines of weights read.
 template <int kRows, typename Weight, bool kScaled, int kFetch>
-void tile(const Pass& pass) {
+TWK_KERNEL void tile(const Pass& pass) {
   constexpr int kStepBytes = kPanelWidth * static_cast<int>(sizeof(Weight));
   constexpr int kWholeSteps = kStreamLines * 64 / kStepBytes;
   constexpr int kUnroll = kWholeSteps < 2 ? 1 : 2;
@@ -133,7 +133,7 @@ TWK_INLINE int64_t tile_begin(int64_t rows, int64_t count, int64_t which) {
   return rows * which / count;
 }
 
-void expand(const int8_t* values, int64_t count, float* out) {
+TWK_KERNEL void expand(const int8_t* values, int64_t count, float* out) {
   for (int64_t i = 0; i < count; i += kWidth) store(out + i, load(values + i));
 }
 
@@ -210,29 +210,25 @@ void run_block(const Block& block) {
   }
 }
 
-// The last panel where n is no multiple of its width: in a buffer, then the lanes that exist.
-void narrow_block(Block block, int64_t lanes, const float* bias) {
-  float padded[kPanelWidth];
-  if (bias != nullptr) {
-    for (int64_t lane = 0; lane < kPanelWidth; ++lane) padded[lane] = lane < lanes ? bias[lane] : 0;
+// By way of a buffer where the outputs are gone over several times, because rows of y can lie so
+// that their lines push each other out of the first cache; and where only some `lanes` exist.
+void run_buffered(Block block, int64_t lanes) {
+  if (lanes == kPanelWidth && block.rows <= kTileRows) return run_block(block);
+  float buffer[kRowsPerTask * kPanelWidth], padded[kPanelWidth];
+  if (block.bias != nullptr && lanes < kPanelWidth) {
+    for (int64_t lane = 0; lane < kPanelWidth; ++lane) {
+      padded[lane] = lane < lanes ? block.bias[lane] : 0;
+    }
     block.bias = padded;
   }
-  float tile_out[kTileRows * kPanelWidth];
-  const int64_t rows = block.rows, tiles = ceil_div(rows, kTileRows);
-  const float* x = block.x;
-  float* y = block.y;
+  float* const y = block.y;
   const int64_t y_stride = block.y_stride;
-  for (int64_t which = 0; which < tiles; ++which) {
-    const int64_t begin = tile_begin(rows, tiles, which);
-    block.rows = tile_begin(rows, tiles, which + 1) - begin;
-    block.x = x + begin * block.x_stride;
-    block.y = tile_out;
-    block.y_stride = kPanelWidth;
-    run_block(block);
-    for (int64_t row = 0; row < block.rows; ++row) {
-      memcpy(y + (begin + row) * y_stride, tile_out + row * kPanelWidth,
-             static_cast<size_t>(lanes) * sizeof(float));
-    }
+  block.y = buffer;
+  block.y_stride = kPanelWidth;
+  run_block(block);
+  for (int64_t row = 0; row < block.rows; ++row) {
+    memcpy(y + row * y_stride, buffer + row * kPanelWidth,
+           static_cast<size_t>(lanes) * sizeof(float));
   }
 }
 
@@ -262,12 +258,7 @@ void linear(TwkContext* context, const TwkPacked& packed, const float* bias, con
       block.expanded = static_cast<float*>(
           twk::thread_scratch(context, thread, panels.group * kPanelWidth * 4));
     }
-    const int64_t lanes = panels.lanes(index);
-    if (lanes == kPanelWidth) {
-      run_block(block);
-    } else {
-      narrow_block(block, lanes, block.bias);
-    }
+    run_buffered(block, panels.lanes(index));
   });
 }
 
