@@ -11,6 +11,7 @@
 // same parts, the same merges, so the same bits.
 #include "attention_tile.h"
 #include "kernels.h"
+#include "key_tiles.h"
 
 namespace TWK_NAMESPACE {
 namespace {
@@ -63,8 +64,7 @@ struct Workspace {
     };
     queries = take(rows * dim);
     scores = take(rows * kTileKeys);
-    keys = take(dim * kTileKeys);
-    values = take(dim * kTileKeys);
+    tile = {take(dim * kTileKeys), take(dim * kTileKeys)};
     running = {take(rows), take(rows * kWidth), take(rows * dim)};
     whole = take(part_floats(shape, rows));
     next = take(part_floats(shape, rows));
@@ -75,7 +75,8 @@ struct Workspace {
                 2 * part_floats(shape, rows) + 9 * 16);
   }
 
-  float *queries, *scores, *keys, *values, *whole, *next;
+  float *queries, *scores, *whole, *next;
+  TileMemory tile;
   Running running;
   Ahead ahead;
 };
@@ -102,115 +103,6 @@ void load_queries(const Shape& shape, const Unit& unit, float* out) {
       const float* in = call.queries + token * call.query_stride + head * width;
       for (int64_t d = 0; d < width; d += kWidth) store(out + d, load(in + d) * scale);
       out += width;
-    }
-  }
-}
-
-// Where the vectors of a tile lie: elements before their block, and positions into it.
-struct Place {
-  int64_t start, begin, end;  // as KeyTile
-  int64_t block[kTileVectors], offset[kTileVectors];
-};
-
-int64_t tile_start(int64_t position) { return position / kTileKeys * kTileKeys; }
-
-// The tile at `start`, its keys at positions [begin, end) only.
-Place place_tile(const Shape& shape, int64_t sequence, int64_t start, int64_t begin, int64_t end) {
-  Place place;
-  place.start = start;
-  place.begin = larger(begin - start, 0);
-  place.end = smaller(end - start, kTileKeys);
-  const int32_t* table = shape.batch.block_tables + sequence * shape.batch.table_stride;
-  const int64_t size = shape.cache.block_size;
-  const int64_t block_elements = shape.cache.kv_heads * size * shape.dim;
-  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
-    const int64_t position = start + at * kWidth;
-    place.block[at] = table[position / size] * block_elements;
-    place.offset[at] = position % size;
-  }
-  return place;
-}
-
-// A tile in the cache itself: vectors of whole blocks.
-template <typename Stored>
-KeyTile<Stored> stored_tile(const Shape& shape, int64_t head, const Place& place) {
-  const int64_t head_elements = head * shape.cache.block_size * shape.dim;
-  const Stored* keys = static_cast<const Stored*>(shape.cache.keys) + head_elements;
-  const Stored* values = static_cast<const Stored*>(shape.cache.values) + head_elements;
-  KeyTile<Stored> tile{place.start, place.begin, place.end, {}, {}, shape.cache.block_size};
-  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
-    tile.keys[at] = keys + place.block[at] + place.offset[at];
-    tile.values[at] = values + place.block[at] + place.offset[at] * shape.dim;
-  }
-  return tile;
-}
-
-KeyTile<float> copied_tile(const Shape& shape, const Place& place, const Workspace& space) {
-  KeyTile<float> tile{place.start, place.begin, place.end, {}, {}, kTileKeys};
-  for (int64_t at = 0; at < kTileVectors; ++at) {
-    tile.keys[at] = space.keys + at * kWidth;
-    tile.values[at] = space.values + at * kWidth * shape.dim;
-  }
-  return tile;
-}
-
-// The same in float32, copied out vector by vector.
-template <typename Stored>
-KeyTile<float> expand_tile(const Shape& shape, int64_t head, const Place& place,
-                           const Workspace& space) {
-  const KeyTile<Stored> stored = stored_tile<Stored>(shape, head, place);
-  for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
-    float* keys = space.keys + at * kWidth;
-    float* values = space.values + at * kWidth * shape.dim;
-    for (int64_t d = 0; d < shape.dim; ++d) {
-      store(keys + d * kTileKeys, load(stored.keys[at] + d * stored.key_stride));
-      store(values + d * kWidth, load(stored.values[at] + d * kWidth));
-    }
-  }
-  return copied_tile(shape, place, space);
-}
-
-float to_float(float x) { return x; }
-float to_float(uint16_t x) {
-  const uint32_t bits = static_cast<uint32_t>(x) << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-// The same from blocks of any size, copied out key by key.
-template <typename Stored>
-KeyTile<float> gather_tile(const Shape& shape, int64_t sequence, int64_t head, const Place& place,
-                           const Workspace& space) {
-  const int32_t* table = shape.batch.block_tables + sequence * shape.batch.table_stride;
-  const int64_t size = shape.cache.block_size, dim = shape.dim;
-  for (int64_t key = place.begin; key < place.end; ++key) {
-    const int64_t position = place.start + key, offset = position % size;
-    const int64_t block = (table[position / size] * shape.cache.kv_heads + head) * size * dim;
-    const Stored* keys = static_cast<const Stored*>(shape.cache.keys) + block + offset;
-    const Stored* values = static_cast<const Stored*>(shape.cache.values) + block + offset * dim;
-    for (int64_t d = 0; d < dim; ++d) {
-      space.keys[d * kTileKeys + key] = to_float(keys[d * size]);
-      space.values[key * dim + d] = to_float(values[d]);
-    }
-  }
-  return copied_tile(shape, place, space);
-}
-
-bool whole_vectors(const Shape& shape) { return shape.cache.block_size % kWidth == 0; }
-
-// Sets `space.ahead` to the keys and values of one head's tile.
-void look_ahead(const Shape& shape, int64_t head, const Place& place, Workspace& space) {
-  const int64_t size = shape.cache.block_size, item = shape.cache.kind == TWK_KV_BF16 ? 2 : 4;
-  const int64_t head_bytes = head * size * shape.dim * item;
-  space.ahead.clear(size * shape.dim * item);
-  if (!whole_vectors(shape) || size > kTileKeys) return;
-  const void* const parts[] = {shape.cache.keys, shape.cache.values};
-  for (const void* part : parts) {
-    const char* const heads = static_cast<const char*>(part) + head_bytes;
-    for (int64_t at = place.begin / kWidth; at * kWidth < place.end; ++at) {
-      const bool starts = place.offset[at] == 0 || at == place.begin / kWidth;
-      if (starts) space.ahead.add(heads + place.block[at] * item);
     }
   }
 }
@@ -246,14 +138,15 @@ template <typename Stored>
 void attend_head(const Shape& shape, const Unit& unit, int64_t which, const Place& place,
                  Workspace& space) {
   const int64_t head = unit.head + which;
-  if (!whole_vectors(shape)) {
-    const KeyTile<float> tile =
-        gather_tile<Stored>(shape, unit.sequence, head, place, space);
+  if (!whole_vectors(shape.cache)) {
+    const KeyTile<float> tile = gather_tile<Stored>(shape.cache, shape.batch, unit.sequence, head,
+                                                    place, space.tile);
     attend_tile(shape, unit, which, tile, space);
   } else if (sizeof(Stored) < sizeof(float) && unit.count * shape.group > kTileRows) {
-    attend_tile(shape, unit, which, expand_tile<Stored>(shape, head, place, space), space);
+    attend_tile(shape, unit, which, expand_tile<Stored>(shape.cache, head, place, space.tile),
+                space);
   } else {
-    attend_tile(shape, unit, which, stored_tile<Stored>(shape, head, place), space);
+    attend_tile(shape, unit, which, stored_tile<Stored>(shape.cache, head, place), space);
   }
 }
 
@@ -275,7 +168,8 @@ void attend_split(const Shape& shape, const Unit& unit, int64_t split, const Uni
   memset(running.out, 0, static_cast<size_t>(rows * shape.dim) * sizeof(float));
   const auto tile_of = [&](int64_t part, int64_t position) {
     const Span span = split_span(shape, unit, part);
-    return place_tile(shape, unit.sequence, tile_start(position), span.begin, span.end);
+    return place_tile(shape.cache, shape.batch, unit.sequence, tile_start(position), span.begin,
+                      span.end);
   };
   const Span own = split_span(shape, unit, split);
   Place place = tile_of(split, own.begin);
@@ -289,12 +183,14 @@ void attend_split(const Shape& shape, const Unit& unit, int64_t split, const Uni
       next = tile_of(split + 1, next_start);
     } else if (following != nullptr) {
       const Span first = split_span(shape, *following, following->first_split);
-      next = place_tile(shape, following->sequence, tile_start(first.begin), first.begin, first.end);
+      next = place_tile(shape.cache, shape.batch, following->sequence, tile_start(first.begin),
+                        first.begin, first.end);
       next_head = following->head;
     }
     for (int64_t which = 0; which < unit.heads; ++which) {
       const bool last = which + 1 == unit.heads;
-      look_ahead(shape, last ? next_head : unit.head + which + 1, last ? next : place, space);
+      look_ahead(shape.cache, last ? next_head : unit.head + which + 1, last ? next : place,
+                 space.ahead);
       if (shape.cache.kind == TWK_KV_BF16) {
         attend_head<uint16_t>(shape, unit, which, place, space);
       } else {

@@ -43,7 +43,9 @@ struct Pass {
 
 template <int kFetch>
 TWK_INLINE void fetch_lines(const char* at) {
-  TWK_UNROLL for (int line = 0; line < kFetch; ++line) __builtin_prefetch(at + line * 64, 0, kFetchLocality);
+  TWK_UNROLL for (int line = 0; line < kFetch; ++line) {
+    __builtin_prefetch(at + line * 64, 0, kFetchLocality);
+  }
 }
 
 // kFetch: lines fetched ahead for each kStreamLines of weights read.
