@@ -116,8 +116,7 @@ void tile_of(int64_t rows, const Pass& pass) {
   __builtin_unreachable();
 }
 
-// One panel's outputs for some rows: where they go, whole panels straight into y, the last narrow
-// one by way of a buffer.
+// One panel's outputs for some rows, and where they go: y itself, or a buffer (run_buffered).
 struct Block {
   const Panels* panels;
   int64_t index;
