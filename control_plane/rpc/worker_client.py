@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
-from twinplane.grpc_server.options import NO_PROXY, WORKER_MESSAGE_OPTIONS
+from twinplane.grpc_server.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
@@ -27,7 +27,7 @@ from twinplane.worker.v1 import (
 CONTRACT_VERSION = 1
 
 _CHANNEL_OPTIONS = (
-    *WORKER_MESSAGE_OPTIONS,
+    *WORKER_CONNECTION_OPTIONS,
     NO_PROXY,
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),

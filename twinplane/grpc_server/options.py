@@ -19,8 +19,13 @@ NO_PROXY: Option = ("grpc.enable_http_proxy", 0)
 
 # Steps and prompts are far larger than gRPC's own limit of 4 MB allows.
 WORKER_MESSAGE_BYTES = 64 * 1024 * 1024
+_WORKER_WINDOW_BYTES = 4 * 1024 * 1024
 # For both ends of the worker's contract.
-WORKER_MESSAGE_OPTIONS: tuple[Option, ...] = (
+WORKER_CONNECTION_OPTIONS: tuple[Option, ...] = (
     ("grpc.max_send_message_length", WORKER_MESSAGE_BYTES),
     ("grpc.max_receive_message_length", WORKER_MESSAGE_BYTES),
+    # A window that holds any usual step, in place of pings that find out how large it should be:
+    # they come with nearly every message, and cost processor time that the kernels want.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", _WORKER_WINDOW_BYTES),
 )

@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from twinplane.grpc_server.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from twinplane.grpc_server.health import HealthServicer
 from twinplane.grpc_server.listen import listen
-from twinplane.grpc_server.options import SERVER_OPTIONS, WORKER_MESSAGE_OPTIONS
+from twinplane.grpc_server.options import SERVER_OPTIONS, WORKER_CONNECTION_OPTIONS
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 from worker_service.facade import WorkerFacade
 from worker_service.rpc.health import LifecycleReadiness
@@ -21,7 +21,7 @@ SERVICE_NAME: str = model_runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerSer
 
 _OPTIONS = (
     *SERVER_OPTIONS,
-    *WORKER_MESSAGE_OPTIONS,
+    *WORKER_CONNECTION_OPTIONS,
     # Controllers may ping every second.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),

@@ -34,7 +34,7 @@ class Cases:
 
     def packed(self, outputs: int, inputs: int) -> tuple[library.Packed, npt.NDArray[np.uint8]]:
         quantized = bool(self.random.integers(2))
-        group = self.size(inputs + 2) if quantized else 0
+        group = self.size(min(inputs + 2, library.MAX_GROUP_SIZE + 1)) if quantized else 0
         shape = library.Packed(None, outputs, inputs, int(quantized), min(group, inputs))
         storage = np.empty(self.context.packed_bytes(shape), dtype=np.uint8)
         shape.data = storage.ctypes.data

@@ -10,10 +10,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from worker_service.kernels.cpu.library import InstructionSet
+from worker_service.kernels.cpu.library import MAX_GROUP_SIZE, InstructionSet
 from worker_service.kernels.cpu.ops import CpuKernels, PackedWeight
 
-GROUPS = (None, 1, 7, 32, 128, 10_000)
+GROUPS = (None, 1, 7, 32, 128, 512)
 example_budget = settings(
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -28,9 +28,20 @@ def unpack(cpu: CpuKernels, packed: PackedWeight) -> torch.Tensor:
     return cpu.embed(packed, ids, torch.empty(packed.out_features, packed.in_features))
 
 
+def as_int16(x: torch.Tensor, group: int) -> torch.Tensor:
+    """Activations as int8 layers take them, in float64, by the definition."""
+    parts = []
+    for part in x.split(group, dim=1):
+        largest = part.abs().amax(dim=1, keepdim=True)
+        # A tensor by a tensor: a number by a tensor is its inverse and a product, rounded twice.
+        factor = torch.where(largest > 0, torch.full_like(largest, 32767) / largest, 0.0)
+        parts.append((part * factor).round().clamp(-32767, 32767).double() * (largest / 32767))
+    return torch.cat(parts, dim=1)
+
+
 @given(
     outputs=st.integers(1, 160),
-    inputs=st.integers(1, 400),
+    inputs=st.integers(1, 700),
     rows=st.one_of(st.integers(1, 20), st.integers(21, 400)),
     group=st.sampled_from(GROUPS),
     biased=st.booleans(),
@@ -53,9 +64,11 @@ def test_matches_float64(
     watched = buffers()
     out = cpu.linear(x, packed, watched.poisoned(rows, outputs), bias=bias)
     watched.check()
-    used = unpack(cpu, packed).double()
-    expected = x.double() @ used.T + (0 if bias is None else bias.double())
-    magnitude = x.double().abs() @ used.abs().T + 1
+    used, given = unpack(cpu, packed).double(), x.double()
+    if group is not None:
+        given = as_int16(x, min(group, inputs))
+    expected = given @ used.T + (0 if bias is None else bias.double())
+    magnitude = given.abs() @ used.abs().T + 1
     assert torch.all((out.double() - expected).abs() <= 3e-7 * inputs**0.5 * magnitude)
 
 
@@ -75,6 +88,30 @@ def test_int8_is_within_half_a_step(
     for start in range(0, inputs, group):
         part = weight[:, start : start + group].abs().amax(dim=1, keepdim=True)
         assert torch.all(error[:, start : start + group] <= part / 127 * 0.501)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_largest_integers_do_not_overflow(cpu: CpuKernels, sign: float) -> None:
+    """All weights and activations at the ends of their range, of like and unlike sign."""
+    inputs, outputs = 2 * MAX_GROUP_SIZE, 70
+    weight = torch.ones(outputs, inputs)
+    weight[::2] = -1
+    x = torch.full((9, inputs), sign)
+    packed = cpu.pack(weight, group_size=MAX_GROUP_SIZE)
+    out = cpu.linear(x, packed, torch.empty(9, outputs))
+    torch.testing.assert_close(out, x @ weight.T, rtol=1e-6, atol=0)
+
+
+def test_groups_of_very_small_and_of_no_activations(cpu: CpuKernels) -> None:
+    """Neither divides by nothing nor overflows; what is far below one counts as nothing."""
+    x = torch.zeros(4, 256)
+    x[1, :128] = 1e-38
+    x[2, 128:], x[3, 0] = 1e-20, -3.0
+    packed = cpu.pack(normal(1, 40, 256), group_size=128)
+    out = cpu.linear(x, packed, torch.empty(4, 40))
+    assert torch.equal(out[0], torch.zeros(40))
+    expected = x.double() @ unpack(cpu, packed).double().T
+    torch.testing.assert_close(out.double(), expected, rtol=1e-3, atol=1e-30)
 
 
 def test_unpacking_float32_is_exact(cpu: CpuKernels) -> None:
@@ -125,9 +162,10 @@ def test_no_rows(cpu: CpuKernels) -> None:
     assert cpu.linear(torch.empty(0, 8), packed, torch.empty(0, 10)).shape == (0, 10)
 
 
-def test_infinities_and_nan_stay_in_their_row(cpu: CpuKernels) -> None:
+@pytest.mark.parametrize("group", [None, 32, 7])
+def test_infinities_and_nan_stay_in_their_row(cpu: CpuKernels, group: int | None) -> None:
     x = normal(1, 12, 64)
-    packed = cpu.pack(normal(3, 50, 64))
+    packed = cpu.pack(normal(3, 50, 64), group_size=group)
     clean = cpu.linear(x, packed, torch.empty(12, 50)).clone()
     x[4, 7], x[9, 3] = float("nan"), float("inf")
     out = cpu.linear(x, packed, torch.empty(12, 50))

@@ -37,11 +37,22 @@ _FLAGS = (
     "-Wno-uninitialized",
 )
 _ONCE = ("runtime", "dispatch")
-_PER_INSTRUCTION_SET = ("table", "linear", "pack", "elementwise", "rope", "attention", "decoder")
+_PER_INSTRUCTION_SET = (
+    "table",
+    "linear",
+    "linear_int8",
+    "pack",
+    "elementwise",
+    "rope",
+    "attention",
+    "decoder",
+)
+_AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 _X86_SETS = {
     0: (),
     1: ("-mavx2", "-mfma"),
-    2: ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma"),
+    2: _AVX512,
+    3: (*_AVX512, "-mavx512vnni"),
 }
 _OTHER_SETS: dict[int, tuple[str, ...]] = {0: ()}
 _COMPILE_SECONDS = 600.0

@@ -14,7 +14,9 @@ from typing import ClassVar
 
 from worker_service.kernels.cpu.build import KernelsUnavailable
 
-_ABI_VERSION = 2
+_ABI_VERSION = 3
+# Sums of so many products, int8 by int16, keep within int32.
+MAX_GROUP_SIZE = 512
 
 
 class InstructionSet(Enum):
@@ -23,6 +25,7 @@ class InstructionSet(Enum):
     PORTABLE = 0
     AVX2 = 1
     AVX512 = 2
+    AVX512_VNNI = 3
 
 
 class Packed(Structure):

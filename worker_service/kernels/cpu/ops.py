@@ -20,7 +20,7 @@ import torch
 from worker_service.domain import IntColumn
 from worker_service.kernels.cpu import library
 from worker_service.kernels.cpu.build import KernelsUnavailable, Progress, ensure_library
-from worker_service.kernels.cpu.library import Context, InstructionSet
+from worker_service.kernels.cpu.library import MAX_GROUP_SIZE, Context, InstructionSet
 
 _INT8 = 1
 _KV_KINDS = {torch.float32: 0, torch.bfloat16: 1}
@@ -158,7 +158,7 @@ class CpuKernels:
         """Packs `weight` [out, in]; with `group_size` to int8, a scale per group and output."""
         out_features, in_features = weight.shape
         assert out_features > 0 and in_features > 0
-        assert group_size is None or group_size > 0
+        assert group_size is None or 0 < group_size <= MAX_GROUP_SIZE
         group = None if group_size is None else min(group_size, in_features)
         kind = 0 if group is None else _INT8
         shape = library.Packed(None, out_features, in_features, kind, group or 0)
@@ -343,7 +343,12 @@ def open_kernels(
 
 def instruction_set_for(head_dim: int, supported: list[InstructionSet]) -> InstructionSet:
     """The best of `supported` whose vectors fill a head. Raises KernelsUnavailable if none does."""
-    widths = {InstructionSet.PORTABLE: 4, InstructionSet.AVX2: 8, InstructionSet.AVX512: 16}
+    widths = {
+        InstructionSet.PORTABLE: 4,
+        InstructionSet.AVX2: 8,
+        InstructionSet.AVX512: 16,
+        InstructionSet.AVX512_VNNI: 16,
+    }
     fitting = [each for each in supported if head_dim % widths[each] == 0]
     if not fitting or head_dim > MAX_HEAD_DIM:
         raise KernelsUnavailable(f"head_dim {head_dim} is not a multiple of 4 up to {MAX_HEAD_DIM}")

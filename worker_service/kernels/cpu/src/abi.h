@@ -11,14 +11,20 @@
 extern "C" {
 #endif
 
-enum { TWK_ABI_VERSION = 2 };
-enum { TWK_ISA_PORTABLE = 0, TWK_ISA_AVX2 = 1, TWK_ISA_AVX512 = 2 };
+enum { TWK_ABI_VERSION = 3 };
+enum {
+  TWK_ISA_PORTABLE = 0,
+  TWK_ISA_AVX2 = 1,
+  TWK_ISA_AVX512 = 2,
+  TWK_ISA_AVX512_VNNI = 3
+};
 enum { TWK_F32 = 0, TWK_I8 = 1 };
 enum { TWK_KV_F32 = 0, TWK_KV_BF16 = 1 };
 
 typedef struct TwkContext TwkContext;
 
-// A weight matrix [n, k] in panels (linear.h). `group`: columns of k that share an int8 scale.
+// A weight matrix [n, k] in panels (panels.h). `group`: columns of k that share an
+// int8 scale, 512 at most: a group's products with int16 activations are summed in int32.
 typedef struct TwkPacked {
   const void* data;
   int64_t n;

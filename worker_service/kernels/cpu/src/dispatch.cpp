@@ -7,6 +7,13 @@
 
 namespace {
 
+#if defined(__x86_64__)
+bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
 const twk::Kernels* kernels_for(int isa) {
   switch (isa) {
     case TWK_ISA_PORTABLE:
@@ -17,10 +24,10 @@ const twk::Kernels* kernels_for(int isa) {
                  ? twk::avx2_kernels()
                  : nullptr;
     case TWK_ISA_AVX512:
-      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-                 ? twk::avx512_kernels()
-                 : nullptr;
+      return has_avx512() ? twk::avx512_kernels() : nullptr;
+    case TWK_ISA_AVX512_VNNI:
+      return has_avx512() && __builtin_cpu_supports("avx512vnni") ? twk::avx512_vnni_kernels()
+                                                                  : nullptr;
 #endif
     default:
       return nullptr;

@@ -45,7 +45,7 @@ TWK_INLINE Vec exp_clamped(Vec x) {
   return scale_by_power(fma(p, r, set(1.0f)), n);
 }
 
-#if TWK_ISA == 2
+#if TWK_ISA >= 2
 TWK_INLINE Vec exp2_negative(Vec x) {
   const __mmask16 lost = _mm512_cmp_ps_mask(x, set(-126.0f), _CMP_LT_OQ);
   const Vec y = exp2_unclamped(_mm512_mask_blend_ps(lost, x, zero()));

@@ -1,44 +1,42 @@
-// y = x W^T (+ bias) for packed W.
+// y = x W^T (+ bias) for packed W: in float32 here, in int8 by linear_int8.cpp.
 //
-// Batch invariance: y[row, column] is one chain of fused multiply-adds over k, ascending, from 0
-// (int8: one chain per group of columns, then one multiply-add of the chain and its scale into
-// the sum of the groups before). How rows are tiled, k is cut and panels are shared among threads
-// changes which element is computed when, never an element's own chain: a chain that is
-// interrupted is stored to y as it stands and taken up again.
+// Batch invariance: y[row, column] is one chain of fused multiply-adds over k, ascending, from 0.
+// How rows are tiled, k is cut and panels are shared among threads changes which element is
+// computed when, never an element's own chain: a chain that is interrupted is stored to y as it
+// stands and taken up again.
 //
 // Few rows: one pass over the panel for all of them; the weights' stream from memory is the cost.
 // Many rows: k in pieces whose panel part stays in the first cache while every tile of rows passes
 // over it; meanwhile the next piece is fetched.
 #include "kernels.h"
-#include "panels.h"
+#include "linear_int8.h"
 
 namespace TWK_NAMESPACE {
 namespace {
 
 // Of weights, beside a tile of x in the first cache: of 48 kB where there is AVX-512, else of 32.
 // With two tiles of rows the next piece comes nearly as fast as this one is used, so both must fit.
-constexpr int64_t kPieceBytes = TWK_ISA == 2 ? 36 * 1024 : 20 * 1024;
-constexpr int64_t kPieceBytesOfTwo = TWK_ISA == 2 ? 36 * 1024 : 12 * 1024;
+constexpr int64_t kPieceBytes = TWK_ISA >= 2 ? 36 * 1024 : 20 * 1024;
+constexpr int64_t kPieceBytesOfTwo = TWK_ISA >= 2 ? 36 * 1024 : 12 * 1024;
 // Into the second cache, or where pieces are small into the first.
-constexpr int kFetchLocality = TWK_ISA == 2 ? 2 : 3;
+constexpr int kFetchLocality = TWK_ISA >= 2 ? 2 : 3;
 constexpr int64_t kFetchAhead = 4096;
 // Lines of weights between two fetches: what one or some steps of k read.
-constexpr int kStreamLines = TWK_ISA == 2 ? 3 : 4;
+constexpr int kStreamLines = TWK_ISA >= 2 ? 3 : 4;
 constexpr int64_t kRowsPerTask = 64;         // a multiple of kTileRows
 constexpr int64_t kGroupBytes = 768 * 1024;  // of x, read once per panel: in the second cache
 
 // What one pass of a tile reads and writes.
 struct Pass {
-  const void* weights;  // [length][kPanelWidth]
+  const float* weights;  // [length][kPanelWidth]
   const float* x;
   int64_t x_stride;
   int64_t length;
   float* y;
   int64_t y_stride;
-  bool first;           // start at 0 instead of at y
-  const float* scales;  // scaled only
-  const float* bias;    // added at the end, or null
-  const char* fetch;    // memory that will be needed next
+  bool first;         // start at 0 instead of at y
+  const float* bias;  // added at the end, or null
+  const char* fetch;  // memory that will be needed next
 };
 
 template <int kFetch>
@@ -49,24 +47,23 @@ TWK_INLINE void fetch_lines(const char* at) {
 }
 
 // kFetch: lines fetched ahead for each kStreamLines of weights read.
-template <int kRows, typename Weight, bool kScaled, int kFetch>
+template <int kRows, int kFetch>
 TWK_KERNEL void tile(const Pass& pass) {
-  constexpr int kStepBytes = kPanelWidth * static_cast<int>(sizeof(Weight));
+  constexpr int kStepBytes = kPanelWidth * 4;
   constexpr int kWholeSteps = kStreamLines * 64 / kStepBytes;
   constexpr int kUnroll = kWholeSteps < 2 ? 1 : 2;
   constexpr int kSteps = kWholeSteps < 2 ? 1 : kWholeSteps / 2 * 2;
   Vec sums[kRows][kPanelVectors];
   TWK_UNROLL for (int r = 0; r < kRows; ++r) {
     TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
-      sums[r][v] =
-          kScaled || pass.first ? zero() : load(pass.y + r * pass.y_stride + v * kWidth);
+      sums[r][v] = pass.first ? zero() : load(pass.y + r * pass.y_stride + v * kWidth);
     }
   }
-  const Weight* weights = static_cast<const Weight*>(pass.weights);
+  const float* weights = pass.weights;
   const float* x = pass.x;
   const int64_t stride = pass.x_stride;
   const char* fetch = pass.fetch;
-  const auto step = [&](const Weight* at, int64_t column) __attribute__((always_inline)) {
+  const auto step = [&](const float* at, int64_t column) __attribute__((always_inline)) {
     Vec w[kPanelVectors];
     TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) w[v] = load(at + v * kWidth);
     TWK_UNROLL for (int r = 0; r < kRows; ++r) {
@@ -92,26 +89,23 @@ TWK_KERNEL void tile(const Pass& pass) {
     float* y = pass.y + r * pass.y_stride;
     TWK_UNROLL for (int v = 0; v < kPanelVectors; ++v) {
       Vec sum = sums[r][v];
-      if (kScaled) {
-        sum = fma(sum, load(pass.scales + v * kWidth), pass.first ? zero() : load(y + v * kWidth));
-      }
       if (pass.bias != nullptr) sum = sum + load(pass.bias + v * kWidth);
       store(y + v * kWidth, sum);
     }
   }
 }
 
-template <typename Weight, bool kScaled, int kFetch>
+template <int kFetch>
 void tile_of(int64_t rows, const Pass& pass) {
   switch (rows) {
-    case 1: return tile<1, Weight, kScaled, kFetch>(pass);
-    case 2: return tile<2, Weight, kScaled, kFetch>(pass);
-    case 3: return tile<3, Weight, kScaled, kFetch>(pass);
-    case 4: return tile<4, Weight, kScaled, kFetch>(pass);
-    case 5: if constexpr (kTileRows > 4) return tile<5, Weight, kScaled, kFetch>(pass); break;
-    case 6: if constexpr (kTileRows > 5) return tile<6, Weight, kScaled, kFetch>(pass); break;
-    case 7: if constexpr (kTileRows > 6) return tile<7, Weight, kScaled, kFetch>(pass); break;
-    case 8: if constexpr (kTileRows > 7) return tile<8, Weight, kScaled, kFetch>(pass); break;
+    case 1: return tile<1, kFetch>(pass);
+    case 2: return tile<2, kFetch>(pass);
+    case 3: return tile<3, kFetch>(pass);
+    case 4: return tile<4, kFetch>(pass);
+    case 5: if constexpr (kTileRows > 4) return tile<5, kFetch>(pass); break;
+    case 6: if constexpr (kTileRows > 5) return tile<6, kFetch>(pass); break;
+    case 7: if constexpr (kTileRows > 6) return tile<7, kFetch>(pass); break;
+    case 8: if constexpr (kTileRows > 7) return tile<8, kFetch>(pass); break;
   }
   __builtin_unreachable();
 }
@@ -126,19 +120,10 @@ struct Block {
   int64_t rows;
   float* y;
   int64_t y_stride;
-  float* expanded;  // room for one group as float32
+  QuantizedRows quantized;  // x as int8 panels want it
 };
 
-// Rows [begin, end) of tile `which` of `count` nearly equal ones.
-TWK_INLINE int64_t tile_begin(int64_t rows, int64_t count, int64_t which) {
-  return rows * which / count;
-}
-
-TWK_KERNEL void expand(const int8_t* values, int64_t count, float* out) {
-  for (int64_t i = 0; i < count; i += kWidth) store(out + i, load(values + i));
-}
-
-void block_f32(const Block& block) {
+void float_block(const Block& block) {
   const int64_t k = block.panels->k;
   const float* panel = reinterpret_cast<const float*>(block.panels->panel(block.index));
   const int64_t tiles = ceil_div(block.rows, kTileRows);
@@ -152,7 +137,7 @@ void block_f32(const Block& block) {
       const int64_t begin = tile_begin(block.rows, tiles, which);
       const int64_t rows = tile_begin(block.rows, tiles, which + 1) - begin;
       Pass pass{weights, block.x + begin * block.x_stride + column, block.x_stride, length,
-                block.y + begin * block.y_stride, block.y_stride, column == 0, nullptr,
+                block.y + begin * block.y_stride, block.y_stride, column == 0,
                 column + length == k ? block.bias : nullptr,
                 reinterpret_cast<const char*>(weights) + bytes};
       // The tiles share the fetching of the next piece, as evenly as they can.
@@ -160,44 +145,13 @@ void block_f32(const Block& block) {
       pass.fetch += which * lines * bytes / kStreamLines;
       if (tiles == 1) {
         pass.fetch = reinterpret_cast<const char*>(weights) + kFetchAhead;
-        tile_of<float, false, kStreamLines>(rows, pass);
+        tile_of<kStreamLines>(rows, pass);
       } else if (which * lines >= kStreamLines) {
-        tile_of<float, false, 0>(rows, pass);
+        tile_of<0>(rows, pass);
       } else if (lines > 1) {
-        tile_of<float, false, 2>(rows, pass);
+        tile_of<2>(rows, pass);
       } else {
-        tile_of<float, false, 1>(rows, pass);
-      }
-    }
-  }
-}
-
-void block_i8(const Block& block) {
-  const Panels& panels = *block.panels;
-  const int64_t tiles = ceil_div(block.rows, kTileRows);
-  for (int64_t group = 0; group < panels.groups; ++group) {
-    const float* scales = reinterpret_cast<const float*>(panels.scales(block.index, group));
-    const int8_t* values = reinterpret_cast<const int8_t*>(scales + kPanelWidth);
-    const int64_t length = panels.group_length(group);
-    const int64_t column = group * panels.group;
-    if (tiles > 1) expand(values, length * kPanelWidth, block.expanded);
-    for (int64_t which = 0; which < tiles; ++which) {
-      const int64_t begin = tile_begin(block.rows, tiles, which);
-      const int64_t rows = tile_begin(block.rows, tiles, which + 1) - begin;
-      Pass pass{values, block.x + begin * block.x_stride + column, block.x_stride, length,
-                block.y + begin * block.y_stride, block.y_stride, group == 0, scales,
-                group + 1 == panels.groups ? block.bias : nullptr,
-                reinterpret_cast<const char*>(values) + length * kPanelWidth};
-      if (tiles == 1) {
-        pass.fetch = reinterpret_cast<const char*>(values) + kFetchAhead;
-        tile_of<int8_t, true, kStreamLines>(rows, pass);
-        continue;
-      }
-      pass.weights = block.expanded;
-      if (which == 0) {
-        tile_of<float, true, 1>(rows, pass);
-      } else {
-        tile_of<float, true, 0>(rows, pass);
+        tile_of<1>(rows, pass);
       }
     }
   }
@@ -205,9 +159,10 @@ void block_i8(const Block& block) {
 
 void run_block(const Block& block) {
   if (block.panels->quantized) {
-    block_i8(block);
+    int8_block(*block.panels, block.index, block.bias, block.quantized, block.rows, block.y,
+               block.y_stride);
   } else {
-    block_f32(block);
+    float_block(block);
   }
 }
 
@@ -239,10 +194,12 @@ void linear(TwkContext* context, const TwkPacked& packed, const float* bias, con
             int64_t x_stride, int64_t rows, float* y, int64_t y_stride) {
   if (rows <= 0 || packed.n <= 0) return;
   const Panels panels(packed);
+  QuantizedRows quantized{};
+  if (panels.quantized) quantized = quantize_rows(context, panels, x, x_stride, rows);
   const int64_t chunks = ceil_div(rows, kRowsPerTask);
   // Panel after panel over a group of chunks; then the next group.
   const int64_t group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
-  parallel(context, panels.count * chunks, [&](int64_t task, int thread) {
+  parallel(context, panels.count * chunks, [&](int64_t task, int) {
     const int64_t first = task / (panels.count * group) * group;
     const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
     const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
@@ -255,9 +212,9 @@ void linear(TwkContext* context, const TwkPacked& packed, const float* bias, con
     block.rows = smaller(kRowsPerTask, rows - begin);
     block.y = y + begin * y_stride + index * kPanelWidth;
     block.y_stride = y_stride;
-    if (panels.quantized && block.rows > kTileRows) {
-      block.expanded = static_cast<float*>(
-          twk::thread_scratch(context, thread, panels.group * kPanelWidth * 4));
+    if (panels.quantized) {
+      block.quantized = {quantized.values + begin * panels.kept_k,
+                         quantized.scales + begin * panels.groups};
     }
     run_buffered(block, panels.lanes(index));
   });

@@ -17,7 +17,7 @@ void pack_panel(const Panels& panels, int64_t index, const float* weight, int64_
 }
 
 // Symmetric: the largest magnitude of a group becomes 127. Ties round to even.
-void quantize_group(const float* row, int64_t length, int8_t* out, float* scale) {
+void quantize_group(const float* row, int64_t length, int64_t lane, int8_t* out, float* scale) {
   float magnitude = 0.0f;
   for (int64_t column = 0; column < length; ++column) {
     const float value = __builtin_fabsf(row[column]);
@@ -27,7 +27,7 @@ void quantize_group(const float* row, int64_t length, int8_t* out, float* scale)
   const float inverse = magnitude > 0.0f ? 127.0f / magnitude : 0.0f;
   for (int64_t column = 0; column < length; ++column) {
     const float value = __builtin_rintf(row[column] * inverse);
-    out[column * kPanelWidth] =
+    out[Panels::value_at(column, lane)] =
         static_cast<int8_t>(value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value);
   }
 }
@@ -38,14 +38,11 @@ void pack_quantized(const Panels& panels, int64_t index, const float* weight, in
     float* scales = reinterpret_cast<float*>(const_cast<char*>(panels.scales(index, which)));
     int8_t* values = reinterpret_cast<int8_t*>(scales + kPanelWidth);
     const int64_t length = panels.group_length(which);
-    for (int64_t lane = 0; lane < kPanelWidth; ++lane) {
-      if (lane < lanes) {
-        const float* row = weight + (index * kPanelWidth + lane) * stride + which * panels.group;
-        quantize_group(row, length, values + lane, scales + lane);
-      } else {
-        scales[lane] = 0.0f;
-        for (int64_t column = 0; column < length; ++column) values[column * kPanelWidth + lane] = 0;
-      }
+    memset(scales, 0, kPanelWidth * sizeof(float));
+    memset(values, 0, static_cast<size_t>(Panels::kept(length) * kPanelWidth));
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const float* row = weight + (index * kPanelWidth + lane) * stride + which * panels.group;
+      quantize_group(row, length, lane, values, scales + lane);
     }
   }
 }
@@ -61,9 +58,9 @@ void gather_row(const Panels& panels, int64_t id, float* out) {
   }
   for (int64_t which = 0; which < panels.groups; ++which) {
     const float* scales = reinterpret_cast<const float*>(panels.scales(index, which));
-    const int8_t* values = reinterpret_cast<const int8_t*>(scales + kPanelWidth) + lane;
+    const int8_t* values = reinterpret_cast<const int8_t*>(scales + kPanelWidth);
     for (int64_t column = 0; column < panels.group_length(which); ++column) {
-      *out++ = static_cast<float>(values[column * kPanelWidth]) * scales[lane];
+      *out++ = static_cast<float>(values[Panels::value_at(column, lane)]) * scales[lane];
     }
   }
 }

@@ -29,5 +29,9 @@ void parallel_rows(TwkContext* context, int64_t rows, int64_t width, const Body&
 TWK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 TWK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 TWK_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Where tile `which` of `count` nearly equal ones begins among `rows`.
+TWK_INLINE int64_t tile_begin(int64_t rows, int64_t count, int64_t which) {
+  return rows * which / count;
+}
 
 }  // namespace TWK_NAMESPACE

@@ -10,10 +10,12 @@
 #include <string.h>
 
 #ifndef TWK_ISA
-#error "TWK_ISA must be 0 (portable), 1 (AVX2 and FMA) or 2 (AVX-512)"
+#error "TWK_ISA must be 0 (portable), 1 (AVX2 and FMA), 2 (AVX-512) or 3 (AVX-512 with VNNI)"
 #endif
 
-#if TWK_ISA == 2
+#if TWK_ISA == 3
+#define TWK_NAMESPACE twk_avx512_vnni
+#elif TWK_ISA == 2
 #define TWK_NAMESPACE twk_avx512
 #elif TWK_ISA == 1
 #define TWK_NAMESPACE twk_avx2
@@ -23,6 +25,8 @@
 
 #if TWK_ISA > 0
 #include <immintrin.h>
+#elif defined(__SSE2__)
+#include <emmintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
@@ -34,7 +38,7 @@
 
 namespace TWK_NAMESPACE {
 
-#if TWK_ISA == 2
+#if TWK_ISA >= 2
 
 constexpr int kWidth = 16;
 constexpr int kTileRows = 8;  // rows x panel vectors of accumulators fill the registers
@@ -49,13 +53,14 @@ TWK_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 TWK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 TWK_INLINE Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 TWK_INLINE Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
-TWK_INLINE Vec load_i8(const int8_t* p) {
-  return _mm512_cvtepi32_ps(
-      _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
-}
 TWK_INLINE Vec load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+}
+// To the nearest integers, ties to even; what has no int16 becomes one.
+TWK_INLINE void store_i16(int16_t* p, Vec v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v)));
 }
 TWK_INLINE Vec round(Vec v) {
   return _mm512_roundscale_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -78,13 +83,15 @@ TWK_INLINE void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 TWK_INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 TWK_INLINE Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 TWK_INLINE Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
-TWK_INLINE Vec load_i8(const int8_t* p) {
-  return _mm256_cvtepi32_ps(
-      _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
-}
 TWK_INLINE Vec load_bf16(const uint16_t* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(
       _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+}
+TWK_INLINE void store_i16(int16_t* p, Vec v) {
+  const __m256i values = _mm256_cvtps_epi32(v);
+  _mm_storeu_si128(
+      reinterpret_cast<__m128i*>(p),
+      _mm_packs_epi32(_mm256_castsi256_si128(values), _mm256_extracti128_si256(values, 1)));
 }
 TWK_INLINE Vec round(Vec v) {
   return _mm256_round_ps(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -129,15 +136,24 @@ TWK_INLINE Vec select(IntVec mask, Vec a, Vec b) {
 // As x86: the second operand where either is NaN.
 TWK_INLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 TWK_INLINE Vec min(Vec a, Vec b) { return select(a < b, a, b); }
-TWK_INLINE Vec load_i8(const int8_t* p) {
-  return Vec{float(p[0]), float(p[1]), float(p[2]), float(p[3])};
-}
 TWK_INLINE Vec load_bf16(const uint16_t* p) {
   return (Vec)IntVec{int32_t(uint32_t(p[0]) << 16), int32_t(uint32_t(p[1]) << 16),
                      int32_t(uint32_t(p[2]) << 16), int32_t(uint32_t(p[3]) << 16)};
 }
 // To the nearest integer, ties to even, for |v| < 2^22: adding 1.5 * 2^23 leaves no fraction bits.
 TWK_INLINE Vec round(Vec v) { return v + set(12582912.0f) - set(12582912.0f); }
+#if defined(__SSE2__)
+TWK_INLINE void store_i16(int16_t* p, Vec v) {
+  const __m128i values = _mm_cvtps_epi32((__m128)v);
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32(values, values));
+}
+#else
+TWK_INLINE void store_i16(int16_t* p, Vec v) {
+  // max and min yield their second operand for a NaN: what is converted is always in range.
+  const Vec whole = min(max(round(v), set(-32767.0f)), set(32767.0f));
+  for (int lane = 0; lane < kWidth; ++lane) p[lane] = static_cast<int16_t>(whole[lane]);
+}
+#endif
 TWK_INLINE Vec scale_by_power(Vec v, Vec n) {
   const IntVec bits = (IntVec)(n + set(12582912.0f + 127.0f));
   return v * (Vec)(bits << 23);
@@ -148,7 +164,6 @@ TWK_INLINE Vec scale_by_power(Vec v, Vec n) {
 constexpr int kPanelWidth = kPanelVectors * kWidth;
 
 TWK_INLINE Vec load(const uint16_t* p) { return load_bf16(p); }
-TWK_INLINE Vec load(const int8_t* p) { return load_i8(p); }
 
 // The lanes' sum, always by the same tree of halves.
 TWK_INLINE float sum(Vec v) {
@@ -160,7 +175,7 @@ TWK_INLINE float sum(Vec v) {
   return lanes[0];
 }
 
-#if TWK_ISA == 2
+#if TWK_ISA >= 2
 TWK_INLINE float largest(Vec v) { return _mm512_reduce_max_ps(v); }
 #else
 TWK_INLINE float largest(Vec v) {

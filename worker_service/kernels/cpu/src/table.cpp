@@ -6,7 +6,9 @@
 namespace TWK_NAMESPACE {
 namespace {
 
-#if TWK_ISA == 2
+#if TWK_ISA == 3
+constexpr const char* kName = "avx512_vnni";
+#elif TWK_ISA == 2
 constexpr const char* kName = "avx512";
 #elif TWK_ISA == 1
 constexpr const char* kName = "avx2";
@@ -24,7 +26,9 @@ constexpr twk::Kernels kTable = {
 
 namespace twk {
 
-#if TWK_ISA == 2
+#if TWK_ISA == 3
+const Kernels* avx512_vnni_kernels() { return &TWK_NAMESPACE::kTable; }
+#elif TWK_ISA == 2
 const Kernels* avx512_kernels() { return &TWK_NAMESPACE::kTable; }
 #elif TWK_ISA == 1
 const Kernels* avx2_kernels() { return &TWK_NAMESPACE::kTable; }

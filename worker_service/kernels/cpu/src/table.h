@@ -51,5 +51,6 @@ struct Kernels {
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
+const Kernels* avx512_vnni_kernels();
 
 }  // namespace twk
