@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,22 @@ def generate(root: Path) -> list[Path]:
 
 
 class StubsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
-    """Puts fresh stubs into the wheel and into an editable install."""
+    """Puts fresh stubs into the wheel and into an editable install.
+
+    A wheel that holds compiled kernels says for which platform; the others are for any.
+    """
 
     PLUGIN_NAME = "custom"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        if self.target_name == "wheel":
-            generate(Path(self.root))
+        if self.target_name != "wheel":
+            return
+        root = Path(self.root)
+        generate(root)
+        if any((root / "worker_service/kernels/cpu/prebuilt").rglob("*.so")):
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
 
 
 if __name__ == "__main__":

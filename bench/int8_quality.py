@@ -17,7 +17,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,10 +32,12 @@ from worker_service.runner.options import Quantization, RunnerOptions
 
 BLOCK = 16
 MAX_TOKENS = 2048
-VARIANTS: dict[str, dict[str, object]] = {
-    "int8": {"quantization": Quantization.INT8},
-    "bf16 KV": {"kv_data_type": DataType.BFLOAT16},
-    "int8, bf16 KV": {"quantization": Quantization.INT8, "kv_data_type": DataType.BFLOAT16},
+VARIANTS: dict[str, Callable[[RunnerOptions], RunnerOptions]] = {
+    "int8": lambda plain: replace(plain, quantization=Quantization.INT8),
+    "bf16 KV": lambda plain: replace(plain, kv_data_type=DataType.BFLOAT16),
+    "int8, bf16 KV": lambda plain: replace(
+        plain, quantization=Quantization.INT8, kv_data_type=DataType.BFLOAT16
+    ),
 }
 
 
@@ -78,23 +80,22 @@ class Differences:
         self.runs = [*(self.runs or []), float(same.size if same.all() else same.argmin())]
 
 
-def open_model(folder: Path, **changes: object) -> LoadedModel:
-    values: dict[str, object] = {
-        "model_folder": folder,
-        "model_name": "quality",
-        "device": "cpu",
-        "data_type": DataType.FLOAT32,
-        "block_size": BLOCK,
-        "kv_cache_bytes": 256 << 20,
-        "max_sequence_count": 128,
-        "max_step_token_count": MAX_TOKENS,
-        "max_sequence_token_count": MAX_TOKENS,
-        "attention_backend": "compiled",
-        "thread_count": os.cpu_count(),
-        "random_seed": 0,
-        "progress": lambda line: None,
-    }
-    return load(RunnerOptions(**{**values, **changes}))  # type: ignore[arg-type]
+def float32_options(folder: Path) -> RunnerOptions:
+    return RunnerOptions(
+        model_folder=folder,
+        model_name="quality",
+        device="cpu",
+        data_type=DataType.FLOAT32,
+        block_size=BLOCK,
+        kv_cache_bytes=256 << 20,
+        max_sequence_count=128,
+        max_step_token_count=MAX_TOKENS,
+        max_sequence_token_count=MAX_TOKENS,
+        attention_backend="compiled",
+        thread_count=os.cpu_count(),
+        random_seed=0,
+        progress=lambda line: None,
+    )
 
 
 def chosen_logits(model: LoadedModel, reference: Reference) -> torch.Tensor:
@@ -145,10 +146,11 @@ def compare(
 
 def run(folder: Path, count: int, show: Callable[[Quality], None]) -> list[Quality]:
     references = load_references()[:count]
-    base = open_model(folder)
+    plain = float32_options(folder)
+    base = load(plain)
     results = []
-    for name, changes in VARIANTS.items():
-        results.append(compare(name, base, open_model(folder, **changes), references))
+    for name, change in VARIANTS.items():
+        results.append(compare(name, base, load(change(plain)), references))
         show(results[-1])
     return results
 

@@ -64,13 +64,30 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the fresh tree by the backend itself: nothing is downloaded."""
-    folder = tmp_path_factory.mktemp("wheel")
+    return build_wheel(source, tmp_path_factory.mktemp("wheel"))
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
         cwd=source, check=True, capture_output=True, timeout=120,
     )  # fmt: skip
     (built,) = folder.glob("*.whl")
     return built
+
+
+def test_only_a_wheel_with_compiled_kernels_is_for_one_platform(
+    wheel: Path, source: Path, tmp_path: Path
+) -> None:
+    assert wheel.name.endswith("-py3-none-any.whl")
+    shutil.copytree(source, tmp_path / "source")
+    library = tmp_path / "source" / "worker_service/kernels/cpu/prebuilt/digest/lib.so"
+    library.parent.mkdir(parents=True)
+    library.touch()
+    built = build_wheel(tmp_path / "source", tmp_path)
+    assert re.search(r"-py3-none-linux_\w+\.whl$|-py3-none-macosx_\w+\.whl$", built.name)
+    named = library.relative_to(tmp_path / "source").as_posix()
+    assert named in zipfile.ZipFile(built).namelist()
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import datetime
 
 import grpc
 from google.protobuf.message import Message
@@ -18,9 +19,12 @@ from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.interceptors import StatusInterceptor
 from control_plane.shell.engine import ServedModel
 from control_plane.shell.stream import TokenStream
+from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
+from tests.support.gate import Gate
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
+from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage
 
 MODEL = ServedModel(
     name="tiny",
@@ -196,3 +200,17 @@ async def refusal_of(
     except grpc.aio.AioRpcError as error:
         return refused(error)
     raise AssertionError("the call was not refused")
+
+
+def ids(text: str, edge: Edge) -> list[int]:
+    """The tokens of a text as the edge's model has them."""
+    return edge.text_model.tokenizer.encode(text, add_special_tokens=True)
+
+
+def gated(tiny_text: TextModel, gate: Gate) -> TextModel:
+    """A model whose chat template waits at a gate."""
+    template = ChatTemplate("{{ messages[0].content }}", {}, now=datetime.now, clock=gate)
+    return TextModel(tiny_text.tokenizer, template, tiny_text.end_of_sequence_ids)
+
+
+HI = Chat(messages=[ChatMessage(role="user", content="hi")])

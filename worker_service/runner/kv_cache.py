@@ -13,12 +13,14 @@ import torch
 from worker_service.attention.interface import LayerCache
 from worker_service.domain import NULL_BLOCK, DataType, LayerGroup, StepPlan
 from worker_service.model.config import ModelConfig
-from worker_service.weights.errors import MemoryBudgetTooSmall
+from worker_service.weights.errors import KVPoolTooLarge, MemoryBudgetTooSmall
 
 
 class KVCache:
     """Blocks of keys and values, [layers, blocks, block_size, kv_heads, head_dim] each; a forward
     pass may order what is within a block as it likes.
+
+    Raises KVPoolTooLarge where the host refuses the memory.
 
     Blocks are zeroed when a sequence takes them, so no row ever meets what another left behind, not
     even as a masked NaN. Until then the host's memory is not touched.
@@ -76,7 +78,14 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     """
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    size = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:
+        raise KVPoolTooLarge(
+            f"this machine has no {size} bytes for half of the KV pool ({error}): "
+            "give less by --kv-cache-memory-bytes"
+        ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel built without them refuses: small ones serve
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -4,6 +4,7 @@ LoadError
 ├── CheckpointInvalid      a file is missing, unreadable or does not fit the others
 ├── ModelUnsupported       the folder is sound, but asks for something this worker cannot do
 ├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
+├── KVPoolTooLarge         the machine does not give so much memory
 └── BackendUnavailable     no attention backend, or not the one asked for, can run here
 """
 
@@ -29,6 +30,10 @@ class ModelUnsupported(LoadError):
 
 class MemoryBudgetTooSmall(LoadError):
     """The KV pool's bytes do not suffice."""
+
+
+class KVPoolTooLarge(LoadError):
+    """The host refuses the KV pool's memory."""
 
 
 class BackendUnavailable(LoadError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +30,12 @@ from worker_service.domain import (
     SamplingParameters,
 )
 from worker_service.runner.model_runner import ModelRunner
-from worker_service.weights.errors import BackendUnavailable, LoadError, MemoryBudgetTooSmall
+from worker_service.weights.errors import (
+    BackendUnavailable,
+    KVPoolTooLarge,
+    LoadError,
+    MemoryBudgetTooSmall,
+)
 
 RNG = np.random.default_rng(17)
 PROMPTS = [RNG.integers(0, VOCABULARY, length).tolist() for length in (30, 1, 7, 64, 16, 3)]
@@ -321,6 +328,21 @@ def test_a_small_pool_shortens_sequences_and_says_so(folder: Path) -> None:
     assert any("limited to 40 tokens" in line for line in lines)
 
 
+class NoHugePages(mmap.mmap):
+    """Memory as a kernel built without huge pages gives it."""
+
+    def madvise(self, *args: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+
+def test_a_kernel_without_huge_pages_serves_from_small_ones(
+    folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap, "mmap", NoHugePages)
+    plain = runner_rig.build(folder)
+    assert generate(plain, PROMPTS[:2], COUNT) == generate(runner, PROMPTS[:2], COUNT)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -330,6 +352,7 @@ def test_a_small_pool_shortens_sequences_and_says_so(folder: Path) -> None:
             MemoryBudgetTooSmall,
             "holds 40 tokens",
         ),
+        ({"kv_cache_bytes": 1 << 60}, KVPoolTooLarge, "give less by --kv-cache-memory-bytes"),
         ({"max_sequence_token_count": MAX_LENGTH + 1}, LoadError, f"takes {MAX_LENGTH}"),
         (
             {"attention_backend": "quantum"},
