@@ -50,6 +50,7 @@ BENCHMARKS = (
     Benchmark("memory"),
     Benchmark("floor"),
     Benchmark("kernels"),
+    Benchmark("int8_quality"),
     Benchmark("transformers_throughput"),
 )
 

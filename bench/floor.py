@@ -2,7 +2,8 @@
 
 The peaks, memory read and float32 products on all threads, are measured in the same run by the
 best of several programs. A step's floor is the larger of its weights' bytes and its arithmetic,
-plus the same of its KV, which is read after them. The step is the runner's own, inputs, model and
+plus the same of its KV, which is read after them. (int8 products are cheaper than the float32 ones
+that its floor counts.) The step is the runner's own, inputs, model and
 sampler, as the device thread executes it for the driver; plans don't overlap here.
 
     python -m bench.floor [--rows 1 32] [--quantization int8]

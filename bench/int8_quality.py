@@ -1,28 +1,25 @@
 """What int8 weights and bf16 KV cost in quality, against float32 on the same kernels.
 
 Each golden prompt with its stored greedy continuation runs through every variant in one pass, so
-that all variants choose each token under the same context. JSON lines, then a table.
+that all variants choose each token under the same context. The error of the logits is the root mean
+square of their differences over that of the float32 logits, each row's mean removed from both.
 
     python -m bench.int8_quality [--model smollm2-135m-instruct] [--prompts 64]
-
-logit_error: root mean square of the logits' differences over that of the float32 logits, each
-row's mean removed from both; agreement: share of tokens chosen greedily alike; whole: share of
-outputs alike from end to end; alike_tokens: the median length until an output first differs.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench import options as flags
+from bench.results import Results
 from tests.golden.references import Reference, load_references
 from twinplane import models
 from worker_service.domain import DataType
@@ -144,36 +141,31 @@ def compare(
     )
 
 
-def run(folder: Path, count: int, show: Callable[[Quality], None]) -> list[Quality]:
-    references = load_references()[:count]
-    plain = float32_options(folder)
-    base = load(plain)
-    results = []
-    for name, change in VARIANTS.items():
-        results.append(compare(name, base, load(change(plain)), references))
-        show(results[-1])
-    return results
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser = flags.parser(__doc__, rounds=1, peers=False)
     parser.add_argument("--prompts", type=int, default=64)
-    arguments = parser.parse_args()
-    results = run(
-        models.resolve(arguments.model),
-        arguments.prompts,
-        lambda each: print(
-            json.dumps({"benchmark": "int8_quality", "model": arguments.model, **asdict(each)}),
-            flush=True,
-        ),
-    )
-    print(f"\n{'variant':<16} {'logit error':>11} {'largest':>8} {'agreement':>10} {'whole':>7}")
-    for each in results:
-        print(
-            f"{each.variant:<16} {each.logit_error:>11.3%} {each.largest_error:>8.3f} "
-            f"{each.agreement:>10.2%} {each.whole:>7.1%}"
-        )
+    options = parser.parse_args()
+    results = flags.open_results("int8_quality", options)
+    references = load_references()[: options.prompts]
+    plain = float32_options(models.resolve(options.model))
+    base = load(plain)
+    for name, change in VARIANTS.items():
+        report(results, compare(name, base, load(change(plain)), references))
+    results.show()
+
+
+def report(results: Results, quality: Quality) -> None:
+    case = f"{quality.prompts} prompts, {quality.tokens} tokens"
+    results.measured(
+        case, quality.variant, "tokens until an output differs", [quality.alike_tokens],
+        largest_logit_error=quality.largest_error, weights_megabytes=quality.weights_megabytes,
+    )  # fmt: skip
+    for quantity, value in (
+        ("error of the logits", quality.logit_error),
+        ("tokens chosen greedily alike", quality.agreement),
+        ("outputs alike to their end", quality.whole),
+    ):
+        results.ratio(case, quality.variant, "float32", quantity, value)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 In process, the facade and the device thread share the controller's process (twinplane.inprocess):
 messages are encoded and decoded, but cross no socket, no gRPC and no other process. Over the
 Execute stream the worker is a process of its own, on loopback TCP or on a Unix socket. The same
-driver and core drive all three in turn, without clients' gRPC. The ratio is of output rates.
+driver and core drive all three in turn, without clients' gRPC. The ratio is of output rates. One
+turn varies more than the split costs, on a machine that is not ours alone by a tenth: hence many.
 
     python -m bench.split_cost [--streams 1 8 32] [--quantization int8]
 """
@@ -36,7 +37,7 @@ IN_PROCESS = "in process"
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, rounds=5, peers=False)
+    parser = flags.parser(__doc__, rounds=15, peers=False)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=64)

@@ -179,7 +179,10 @@ class CpuKernels:
         *,
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`out` [T, out] = `x` [T, in] times the packed weight's transpose, plus `bias` [out]."""
+        """`out` [T, out] = `x` [T, in] times the packed weight's transpose, plus `bias` [out].
+
+        For an int8 weight `x` is taken as int16, with a scale per row and group of inputs.
+        """
         rows, width = x.shape
         assert width == packed.in_features and out.shape == (rows, packed.out_features)
         assert bias is None or bias.shape == (packed.out_features,)
