@@ -174,6 +174,18 @@ def test_infinities_and_nan_stay_in_their_row(cpu: CpuKernels, group: int | None
     assert torch.isnan(out[4]).all() and not torch.isfinite(out[9]).any()
 
 
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("group", [None, 32])
+def test_a_broken_weight_is_seen_in_its_output(
+    cpu: CpuKernels, group: int | None, broken: float
+) -> None:
+    weight = normal(3, 50, 64)
+    weight[7, 40] = broken
+    out = cpu.linear(normal(1, 3, 64), cpu.pack(weight, group_size=group), torch.empty(3, 50))
+    finite = torch.isfinite(out)
+    assert not finite[:, 7].any() and finite[:, torch.arange(50) != 7].all()
+
+
 def test_wrong_arguments_are_refused(cpu: CpuKernels) -> None:
     packed = cpu.pack(normal(3, 10, 8))
     with pytest.raises(AssertionError):

@@ -18,17 +18,19 @@ void pack_panel(const Panels& panels, int64_t index, const float* weight, int64_
 
 // Symmetric: the largest magnitude of a group becomes 127. Ties round to even.
 void quantize_group(const float* row, int64_t length, int64_t lane, int8_t* out, float* scale) {
-  float magnitude = 0.0f;
+  float magnitude = 0.0f, poisoned = 0.0f;
   for (int64_t column = 0; column < length; ++column) {
     const float value = __builtin_fabsf(row[column]);
     magnitude = value > magnitude ? value : magnitude;
+    poisoned += row[column] * 0.0f;
   }
-  *scale = magnitude / 127.0f;
+  // An infinity or NaN makes the group's scale NaN: a broken weight must not pass for a zero.
+  *scale = magnitude / 127.0f + poisoned;
   const float inverse = magnitude > 0.0f ? 127.0f / magnitude : 0.0f;
   for (int64_t column = 0; column < length; ++column) {
     const float value = __builtin_rintf(row[column] * inverse);
     out[Panels::value_at(column, lane)] =
-        static_cast<int8_t>(value > 127.0f ? 127.0f : value < -127.0f ? -127.0f : value);
+        static_cast<int8_t>(value >= 127.0f ? 127.0f : value >= -127.0f ? value : -127.0f);
   }
 }
 
