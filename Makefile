@@ -48,7 +48,7 @@ run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
 test: lint model  ## everything CI runs
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
-exactness: model  ## the whole exactness matrix: about 40 minutes
+exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 	$(BIN)/python -m tests.exactness $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
