@@ -97,17 +97,7 @@ TWK_KERNEL void tile(const Pass& pass) {
 
 template <int kFetch>
 void tile_of(int64_t rows, const Pass& pass) {
-  switch (rows) {
-    case 1: return tile<1, kFetch>(pass);
-    case 2: return tile<2, kFetch>(pass);
-    case 3: return tile<3, kFetch>(pass);
-    case 4: return tile<4, kFetch>(pass);
-    case 5: if constexpr (kTileRows > 4) return tile<5, kFetch>(pass); break;
-    case 6: if constexpr (kTileRows > 5) return tile<6, kFetch>(pass); break;
-    case 7: if constexpr (kTileRows > 6) return tile<7, kFetch>(pass); break;
-    case 8: if constexpr (kTileRows > 7) return tile<8, kFetch>(pass); break;
-  }
-  __builtin_unreachable();
+  with_rows(rows, [&](auto count) { tile<decltype(count)::kRows, kFetch>(pass); });
 }
 
 // One panel's outputs for some rows, and where they go: y itself, or a buffer (run_buffered).
