@@ -21,8 +21,7 @@ from dataclasses import dataclass, field
 from bench import options as flags
 from bench.results import Results
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc import convert
 from control_plane.shell.driver import Driver, DriverSettings

@@ -12,8 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 
 from control_plane.core.plan import StepPlan, StepResult
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings

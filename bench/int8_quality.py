@@ -22,7 +22,7 @@ from bench import options as flags
 from bench.results import Results
 from tests.golden.references import Reference, load_references
 from twinplane import models
-from worker_service.domain import DataType
+from worker_service.domain.capability import DataType
 from worker_service.runner.build import LoadedModel, load
 from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.options import Quantization, RunnerOptions

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from bench import options as flags
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.core.scheduler import Scheduler, SchedulerConfig
 from twinplane.models import resolve
 

@@ -19,9 +19,11 @@ import numpy as np
 
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.stop_signals import StopSignals
+from twinplane.settings.worker import WorkerConfig
 from worker_service.app import serve
-from worker_service.config import WorkerConfig
-from worker_service.domain import Capability, GrammarMasks, MemoryPool, Runner, StepPlan, StepResult
+from worker_service.domain.capability import Capability, MemoryPool
+from worker_service.domain.plan import GrammarMasks, StepPlan, StepResult
+from worker_service.runner.interface import Runner
 from worker_service.startup import build_runner
 
 

@@ -1,6 +1,6 @@
 """What the split costs: the same runner in this process, and in a worker process over Execute.
 
-In process, the facade and the device thread share the controller's process (twinplane.inprocess):
+In process, the facade and the device thread share the controller's process (bench.inprocess):
 messages are encoded and decoded, but cross no socket, no gRPC and no other process. Over the
 Execute stream the worker is a process of its own, on loopback TCP or on a Unix socket. The same
 driver and core drive all three in turn, without clients' gRPC. The ratio is of output rates. One
@@ -21,14 +21,14 @@ from tempfile import TemporaryDirectory
 
 from bench import engine
 from bench import options as flags
+from bench.inprocess import InProcessWorker
 from bench.load import random_prompts
 from bench.results import Results
 from bench.service import free_port, worker_process
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.ports import Worker
-from twinplane.inprocess import InProcessWorker
 from twinplane.process.event_loop import new_event_loop
-from worker_service.config import WorkerConfig
+from twinplane.settings.worker import WorkerConfig
 from worker_service.facade import WorkerFacade
 from worker_service.startup import build_runner
 

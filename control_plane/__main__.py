@@ -12,9 +12,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from control_plane.app import run
-    from control_plane.config import ControlConfig
-    from twinplane.setting_names import KNOWN_SETTINGS
-    from twinplane.settings import from_command_line
+    from twinplane.settings.control import ControlConfig
+    from twinplane.settings.known import known_settings
+    from twinplane.settings.resolution import from_command_line
 
     config = from_command_line(
         ControlConfig,
@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="twinplane control",
         description="The control plane: serves clients and schedules a worker.",
         table="control",
-        known=KNOWN_SETTINGS,
+        known=known_settings(),
     )
     return run(config)
 

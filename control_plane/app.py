@@ -15,7 +15,6 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 
-from control_plane.config import ControlConfig
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.inference_servicer import InferenceServicer
@@ -28,11 +27,12 @@ from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from twinplane import __version__
-from twinplane.grpc_server.listen import CannotListen
+from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.logs import LogFormat, configure, fields
 from twinplane.process.stop_signals import StopSignals
+from twinplane.settings.control import ControlConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from twinplane.process.logs import LogFormat, configure
-    from twinplane.setting_names import KNOWN_SETTINGS
-    from twinplane.settings import from_command_line
+    from twinplane.settings.known import known_settings
+    from twinplane.settings.resolution import from_command_line
+    from twinplane.settings.worker import WorkerConfig
     from worker_service import app
-    from worker_service.config import WorkerConfig
 
     config = from_command_line(
         WorkerConfig,
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="twinplane worker",
         description="One worker: a device and a model behind gRPC.",
         table="worker",
-        known=KNOWN_SETTINGS,
+        known=known_settings(),
     )
     configure(config.log_level, LogFormat(config.log_format))
     try:

@@ -11,18 +11,18 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from twinplane.grpc_server.listen import CannotListen
+from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.logs import fields
 from twinplane.process.stop_signals import StopSignals
-from worker_service.config import WorkerConfig
-from worker_service.domain import Runner
+from twinplane.settings.worker import WorkerConfig
 from worker_service.facade import WorkerFacade
 from worker_service.lifecycle import Lifecycle, LifecycleState
+from worker_service.load_errors import LoadError
 from worker_service.rpc.server import WorkerServer
+from worker_service.runner.interface import Runner
 from worker_service.startup import StartupError, build_runner
-from worker_service.weights.errors import LoadError
 
 _STOP_GRACE_SECONDS = 2.0
 _PROGRESS_SECONDS = 1.0

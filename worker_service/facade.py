@@ -16,21 +16,17 @@ from typing import TypeVar
 
 from twinplane.process.logs import fields
 from worker_service.device_thread import DeviceThread
-from worker_service.domain import (
-    CONTRACT_VERSION,
-    Capability,
+from worker_service.domain.capability import Capability, MemoryPool
+from worker_service.domain.errors import (
     ContractMismatch,
-    GrammarMasks,
-    MemoryPool,
     PlanInvalid,
-    Runner,
     StaleEpoch,
     StepGap,
-    StepPlan,
-    StepResult,
     WorkerError,
 )
+from worker_service.domain.plan import CONTRACT_VERSION, GrammarMasks, StepPlan, StepResult
 from worker_service.lifecycle import Lifecycle, LifecycleState
+from worker_service.runner.interface import Runner
 from worker_service.step_log import StepLog
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from enum import Enum
 
-from worker_service.domain import WorkerError
+from worker_service.domain.errors import RunnerFailed, WorkerDraining, WorkerLoading
 
 
 class LifecycleState(Enum):
@@ -38,30 +38,6 @@ _NEXT: dict[LifecycleState, frozenset[LifecycleState]] = {
     LifecycleState.DRAINING: frozenset({LifecycleState.BROKEN}),
     LifecycleState.BROKEN: frozenset(),
 }
-
-
-class WorkerUnavailable(WorkerError):
-    """The worker executes nothing at present; the same request may be answered later."""
-
-    reason = "WORKER_UNAVAILABLE"
-
-
-class WorkerLoading(WorkerUnavailable):
-    """The weights are being loaded."""
-
-    reason = "WORKER_LOADING"
-
-
-class WorkerDraining(WorkerUnavailable):
-    """The worker finishes what it has and then ends."""
-
-    reason = "WORKER_DRAINING"
-
-
-class RunnerFailed(WorkerError):
-    """The runner raised what it should not: nothing runs in this epoch any more."""
-
-    reason = "RUNNER_FAILED"
 
 
 class Lifecycle:

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from twinplane import models
-from worker_service.config import WorkerConfig
-from worker_service.domain import DataType, Limits, Runner
+from twinplane.settings.worker import WorkerConfig
+from worker_service.domain.capability import DataType, Limits
+from worker_service.runner.interface import Runner
 from worker_service.runner.options import Quantization, RunnerOptions
-from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
+from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
 
 _DEFAULT_VOCABULARY_SIZE = 32_000
 _DEFAULT_LENGTH = 8_192

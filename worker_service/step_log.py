@@ -13,23 +13,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from twinplane.process.logs import fields
-from worker_service.domain import (
-    GrammarMasks,
+from worker_service.domain.errors import (
     PlanInvalid,
-    Runner,
-    SamplingMode,
+    RunnerFailed,
     StaleEpoch,
     StepConflict,
     StepGap,
     StepHeld,
     StepNotHeld,
-    StepPlan,
-    StepResult,
     StepResultGone,
     WeightVersionMismatch,
     WorkerError,
 )
-from worker_service.lifecycle import RunnerFailed
+from worker_service.domain.plan import GrammarMasks, SamplingMode, StepPlan, StepResult
+from worker_service.runner.interface import Runner
 
 KEPT_STEP_COUNT = 8
 

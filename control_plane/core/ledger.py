@@ -16,7 +16,7 @@ from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import BlockId, Row, WeightVersion
 from control_plane.core.prefix_cache import PrefixCache
-from control_plane.core.queue import RankedList
+from control_plane.core.ranked_list import RankedList
 from control_plane.core.request import Request, RequestId
 from control_plane.core.sequence import NO_ROW, Sequence, SequenceState, rank_of
 from control_plane.core.stats import Counters

@@ -1,7 +1,7 @@
 """The control plane's own words for the step contract: what a step shall do and what came of it.
 
-Twin of worker_service.domain on purpose: the planes share the proto and nothing else. Columns are
-plain lists of int, parallel by row; see protos/twinplane/worker/v1/step.proto for their meaning.
+Twin of worker_service.domain.plan on purpose: the planes share the proto and nothing else. Columns
+are plain lists of int, parallel by row; protos/twinplane/worker/v1/step.proto says what they mean.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import SamplingParams
 
 Row = NewType("Row", int)
 BlockId = NewType("BlockId", int)

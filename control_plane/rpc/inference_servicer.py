@@ -12,8 +12,7 @@ from typing import assert_never
 import grpc
 
 from control_plane.core.events import Finish, FinishReason, Usage
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import StopConditions
+from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import (
     FieldViolation,
     GenerationCancelled,

@@ -9,10 +9,10 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from twinplane.grpc_server.health import SERVICE_NAME as HEALTH_SERVICE_NAME
-from twinplane.grpc_server.health import HealthServicer, ServingState, SettableReadiness
-from twinplane.grpc_server.listen import listen
-from twinplane.grpc_server.options import SERVER_OPTIONS
+from twinplane.grpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
+from twinplane.grpc.health import HealthServicer, ServingState, SettableReadiness
+from twinplane.grpc.listen import listen
+from twinplane.grpc.options import SERVER_OPTIONS
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024

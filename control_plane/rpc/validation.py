@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import SamplingParams
 from control_plane.rpc.errors import FieldViolation, InvalidRequest, NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage

@@ -17,7 +17,7 @@ from grpc_status import rpc_status
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
-from twinplane.grpc_server.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
+from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,

@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.core import plan as control
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import SamplingParams
 from control_plane.rpc import convert as control_convert
 from tests.support.worker_rig import MODEL, simulated_runner
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
-from worker_service import domain as worker
+from worker_service.domain import capability, errors
+from worker_service.domain import plan as worker
 from worker_service.facade import WorkerInfo
 from worker_service.rpc import convert as worker_convert
 
@@ -188,12 +189,14 @@ def test_a_memory_pool_means_the_same_to_the_control_plane() -> None:
     assert got.bytes_per_block == pool.bytes_per_block
 
 
-@pytest.mark.parametrize("enumeration", [worker.DeviceKind, worker.DataType, worker.Feature])
+@pytest.mark.parametrize(
+    "enumeration", [capability.DeviceKind, capability.DataType, capability.Feature]
+)
 def test_every_value_has_its_own_number(enumeration) -> None:
     to_pb = {
-        worker.DeviceKind: worker_convert._device_kind_to_pb,
-        worker.DataType: worker_convert._data_type_to_pb,
-        worker.Feature: worker_convert._feature_to_pb,
+        capability.DeviceKind: worker_convert._device_kind_to_pb,
+        capability.DataType: worker_convert._data_type_to_pb,
+        capability.Feature: worker_convert._feature_to_pb,
     }[enumeration]
     numbers = [to_pb(value) for value in enumeration]
     assert 0 not in numbers
@@ -213,7 +216,7 @@ def test_no_column_reaches_the_worker_with_numbers_over_int32(name: str) -> None
             sampling=step_pb2.SAMPLING_MODE_INLINE,
         )
     )
-    with pytest.raises(worker.PlanInvalid, match=f"plan.scheduled.{name}: must be at most"):
+    with pytest.raises(errors.PlanInvalid, match=f"plan.scheduled.{name}: must be at most"):
         worker_convert.forward_from_pb(request)
 
 

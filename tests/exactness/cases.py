@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import SamplingParams
 from tests.golden.references import load_references
 
 BLOCK_SIZE = 16

@@ -18,9 +18,9 @@ from unittest import mock
 
 import torch
 
+from bench.inprocess import InProcessWorker
 from control_plane.core.events import FinishReason
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import StopConditions
+from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
@@ -29,7 +29,6 @@ from control_plane.shell.stream import TokenStream
 from tests.exactness.cases import BLOCK_SIZE, Case
 from tests.exactness.matrix import CANONICAL, WHOLE, Configuration
 from tests.support import runner_rig
-from twinplane.inprocess import InProcessWorker
 from worker_service.facade import WorkerFacade
 from worker_service.runner import model_runner
 from worker_service.runner.build import build_model_runner

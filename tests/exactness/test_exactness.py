@@ -15,7 +15,7 @@ from tests.exactness.cases import Case, make_cases, some_of
 from tests.exactness.matrix import CANONICAL, Configuration, covering, every_configuration
 from tests.exactness.models import cut_model, default_model
 from tests.exactness.serving import Outcome, Service, serving
-from worker_service.domain import DataType
+from worker_service.domain.capability import DataType
 from worker_service.runner.options import Quantization
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -21,8 +21,7 @@ from control_plane.core import invariants
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import Row, RowFault, StepResult
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.core.scheduler import SchedulerConfig
 from tests.support.checking_worker import END
 from tests.support.core_harness import Harness

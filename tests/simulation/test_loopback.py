@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from bench.inprocess import InProcessWorker
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.driver import Driver, DriverSettings
@@ -19,11 +20,11 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
-from twinplane.inprocess import InProcessWorker
-from worker_service.domain import Limits, RowFault, RowFaultKind, StepPlan
+from worker_service.domain.capability import Limits
+from worker_service.domain.plan import RowFault, RowFaultKind, StepPlan
 from worker_service.facade import WorkerFacade
 from worker_service.rpc.server import WorkerServer
-from worker_service.runner.simulated import SimulatedLatency, SimulatedModel, SimulatedRunner
+from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
 
 LIMITS = Limits(
     max_sequence_count=4,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from control_plane.core.plan import BlockId, Row, StepPlan, StepResult, WeightVersion
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.core.scheduler import Scheduler, SchedulerConfig
 
 WEIGHTS = WeightVersion(1, "w")

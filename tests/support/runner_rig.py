@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from worker_service.domain import (
+from worker_service.domain.columns import IntColumn
+from worker_service.domain.plan import (
     AddedSequence,
-    IntColumn,
     SamplingMode,
     SamplingParameters,
     ScheduledRows,

@@ -7,12 +7,12 @@ from dataclasses import fields
 
 import pytest
 
-from control_plane.config import ControlConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.stats import Stats
 from control_plane.observability.metrics import Telemetry
 from tests.support.planes import ROOT
-from worker_service.config import WorkerConfig
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.worker import WorkerConfig
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 

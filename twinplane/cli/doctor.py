@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from control_plane.config import ControlConfig
 from twinplane.cli import doctor_checks as checks
 from twinplane.cli import planes
 from twinplane.cli.doctor_checks import Finding, State
 from twinplane.models import cache_root
-from twinplane.settings import SettingsError
-from worker_service.config import WorkerConfig
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.resolution import SettingsError
+from twinplane.settings.worker import WorkerConfig
 
 _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
 

@@ -15,11 +15,11 @@ from enum import Enum
 from importlib import metadata
 from pathlib import Path
 
-from control_plane.config import ControlConfig
 from twinplane import models
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
 from twinplane.models.hub import is_hub_id
+from twinplane.settings.control import ControlConfig
 
 _BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub")
 _WORKER = ("safetensors", "gguf")
@@ -35,7 +35,7 @@ answer["devices"].append(f"cpu ({torch.get_num_threads()} threads)")
 for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
     answer["devices"].append(f"cuda:{index} ({torch.cuda.get_device_name(index)})")
 from worker_service.attention.interface import AttentionConfig
-from worker_service.domain import DataType, Limits
+from worker_service.domain.capability import DataType, Limits
 from worker_service.runner.forward_pass import PassConfig
 from worker_service.runner.options import Quantization
 from worker_service.runner.selection import PASSES

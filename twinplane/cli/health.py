@@ -18,7 +18,7 @@ class Health:
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-        from twinplane.grpc_server.options import NO_PROXY
+        from twinplane.grpc.options import NO_PROXY
 
         options = (
             NO_PROXY,

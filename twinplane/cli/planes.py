@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Mapping
 
-from control_plane.config import ControlConfig
-from twinplane import settings
-from twinplane.setting_names import KNOWN_SETTINGS
-from twinplane.settings import Settings
-from worker_service.config import WorkerConfig
+from twinplane.settings import resolution as settings
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.known import known_settings
+from twinplane.settings.resolution import Settings
+from twinplane.settings.worker import WorkerConfig
 
 # What `up` decides itself: how the planes find each other and end together.
 _DECIDED = ("worker", "worker_id", "exit_with_parent")
@@ -53,4 +53,4 @@ def _resolve(
     cls: type[Settings], flags: argparse.Namespace, environ: Mapping[str, str], table: str
 ) -> Settings:
     file = settings.config_file(flags, environ)
-    return settings.resolve(cls, flags, environ, file, table, known=KNOWN_SETTINGS)
+    return settings.resolve(cls, flags, environ, file, table, known=known_settings())

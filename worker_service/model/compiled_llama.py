@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from worker_service.domain import IntColumn
+from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.ops import (
     CpuKernels,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from worker_service.domain import DataType
+from worker_service.domain.capability import DataType
 from worker_service.layers.rope import (
     DynamicScaling,
     LinearScaling,
@@ -21,7 +21,7 @@ from worker_service.layers.rope import (
     Unscaled,
     YarnScaling,
 )
-from worker_service.weights.errors import CheckpointInvalid, ModelUnsupported
+from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
 
 _DEFAULT_THETA = 10000.0
 

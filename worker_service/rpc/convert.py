@@ -17,18 +17,13 @@ from google.protobuf.message import Message
 
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
-from worker_service.domain import (
+from worker_service.domain.capability import DataType, DeviceKind, Feature, LayerGroup, MemoryPool
+from worker_service.domain.columns import NULL_BLOCK, IntColumn
+from worker_service.domain.errors import PlanInvalid
+from worker_service.domain.plan import (
     CONTRACT_VERSION,
-    NULL_BLOCK,
     AddedSequence,
-    DataType,
-    DeviceKind,
-    Feature,
     GrammarMasks,
-    IntColumn,
-    LayerGroup,
-    MemoryPool,
-    PlanInvalid,
     RowFaultKind,
     SamplingMode,
     SamplingParameters,

@@ -13,8 +13,13 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
 from google.rpc import error_details_pb2, status_pb2
 
-from worker_service.domain import PlanInvalid, Precondition, WorkerError
-from worker_service.lifecycle import RunnerFailed, WorkerUnavailable
+from worker_service.domain.errors import (
+    PlanInvalid,
+    Precondition,
+    RunnerFailed,
+    WorkerError,
+    WorkerUnavailable,
+)
 
 ERROR_DOMAIN = "twinplane"
 RETRY_AFTER_SECONDS = 1

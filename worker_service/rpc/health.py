@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from twinplane.grpc_server.health import ServingState
+from twinplane.grpc.health import ServingState
 from worker_service.lifecycle import Lifecycle, LifecycleState
 
 
 class LifecycleReadiness:
-    """twinplane.grpc_server.health.Readiness over a lifecycle."""
+    """twinplane.grpc.health.Readiness over a lifecycle."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle

@@ -8,10 +8,10 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from twinplane.grpc_server.health import SERVICE_NAME as HEALTH_SERVICE_NAME
-from twinplane.grpc_server.health import HealthServicer
-from twinplane.grpc_server.listen import listen
-from twinplane.grpc_server.options import SERVER_OPTIONS, WORKER_CONNECTION_OPTIONS
+from twinplane.grpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
+from twinplane.grpc.health import HealthServicer
+from twinplane.grpc.listen import listen
+from twinplane.grpc.options import SERVER_OPTIONS, WORKER_CONNECTION_OPTIONS
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 from worker_service.facade import WorkerFacade
 from worker_service.rpc.health import LifecycleReadiness

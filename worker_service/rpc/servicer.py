@@ -10,9 +10,10 @@ from typing import Any, assert_never
 import grpc
 
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
-from worker_service.domain import PlanInvalid, StepResult, WorkerError
+from worker_service.domain.errors import PlanInvalid, WorkerDraining, WorkerError
+from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade
-from worker_service.lifecycle import LifecycleState, WorkerDraining
+from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert, errors
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from worker_service.attention.interface import AttentionConfig
-from worker_service.domain import Capability, DataType, Feature, Limits, Model, WeightVersion
+from worker_service.domain.capability import Capability, DataType, Feature, Limits, Model
+from worker_service.domain.plan import WeightVersion
+from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.config import ModelConfig, parse_config
 from worker_service.runner.device import describe, open_device
 from worker_service.runner.forward_pass import ForwardPass, PassConfig
@@ -18,7 +20,6 @@ from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.selection import select_pass
 from worker_service.weights.checkpoint import Checkpoint
-from worker_service.weights.errors import LoadError, MemoryBudgetTooSmall
 
 
 @dataclass(frozen=True, slots=True, eq=False)

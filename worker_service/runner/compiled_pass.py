@@ -9,7 +9,8 @@ import torch
 
 from twinplane.process.logs import fields
 from worker_service.attention.interface import LayerCache
-from worker_service.domain import Feature, StepPlan
+from worker_service.domain.capability import Feature
+from worker_service.domain.plan import StepPlan
 from worker_service.kernels.cpu.build import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context
 from worker_service.kernels.cpu.ops import (
@@ -18,6 +19,7 @@ from worker_service.kernels.cpu.ops import (
     StepBatch,
     instruction_set_for,
 )
+from worker_service.load_errors import BackendUnavailable
 from worker_service.model.compiled_llama import CompiledLlama
 from worker_service.model.config import ModelConfig
 from worker_service.model.loader import WeightLoader
@@ -26,7 +28,6 @@ from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.options import Quantization
 from worker_service.weights.checkpoint import Checkpoint
-from worker_service.weights.errors import BackendUnavailable
 
 _INT8_GROUP = 128
 

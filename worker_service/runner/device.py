@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from worker_service.domain import Device, DeviceKind
-from worker_service.weights.errors import LoadError
+from worker_service.domain.capability import Device, DeviceKind
+from worker_service.load_errors import LoadError
 
 
 def open_device(name: str) -> torch.device:

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 
 from worker_service.attention.interface import AttentionConfig
-from worker_service.domain import DataType, Feature, Limits, StepPlan
+from worker_service.domain.capability import DataType, Feature, Limits
+from worker_service.domain.plan import StepPlan
 from worker_service.model.config import ModelConfig
 from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from worker_service.domain import IntColumn, StepPlan
+from worker_service.domain.columns import IntColumn
+from worker_service.domain.plan import StepPlan
 from worker_service.runner.request_state import RequestState
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import torch
 
 from worker_service.attention.interface import LayerCache
-from worker_service.domain import NULL_BLOCK, DataType, LayerGroup, StepPlan
+from worker_service.domain.capability import DataType, LayerGroup
+from worker_service.domain.columns import NULL_BLOCK
+from worker_service.domain.plan import StepPlan
+from worker_service.load_errors import KVPoolTooLarge, MemoryBudgetTooSmall
 from worker_service.model.config import ModelConfig
-from worker_service.weights.errors import KVPoolTooLarge, MemoryBudgetTooSmall
 
 
 class KVCache:

@@ -12,12 +12,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.domain import (
-    Capability,
+from worker_service.domain.capability import Capability, MemoryPool
+from worker_service.domain.columns import IntColumn
+from worker_service.domain.errors import PlanInvalid
+from worker_service.domain.plan import (
     GrammarMasks,
-    IntColumn,
-    MemoryPool,
-    PlanInvalid,
     RowFault,
     RowFaultKind,
     SamplingMode,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from worker_service.domain import DataType
+from worker_service.domain.capability import DataType
 
 
 class Quantization(Enum):

@@ -10,17 +10,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.domain import (
-    NULL_BLOCK,
-    AddedSequence,
-    IntColumn,
-    Limits,
-    PlanInvalid,
-    PlanMismatch,
-    SamplingMode,
-    ScheduledRows,
-    StepPlan,
-)
+from worker_service.domain.capability import Limits
+from worker_service.domain.columns import NULL_BLOCK, IntColumn
+from worker_service.domain.errors import PlanInvalid, PlanMismatch
+from worker_service.domain.plan import AddedSequence, SamplingMode, ScheduledRows, StepPlan
 
 BoolColumn = npt.NDArray[np.bool_]
 

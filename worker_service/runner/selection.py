@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from twinplane.process.logs import fields
 from worker_service.attention.reference import REFERENCE
 from worker_service.attention.torch_backend import TORCH
+from worker_service.load_errors import BackendUnavailable
 from worker_service.runner.compiled_pass import COMPILED
 from worker_service.runner.forward_pass import PassConfig, PassType
 from worker_service.runner.torch_pass import torch_pass
-from worker_service.weights.errors import BackendUnavailable
 
 _logger = logging.getLogger(__name__)
 

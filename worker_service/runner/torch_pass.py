@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from worker_service.attention.interface import AttentionBackend, AttentionBatch, BackendType
-from worker_service.domain import IntColumn, StepPlan
+from worker_service.domain.columns import IntColumn
+from worker_service.domain.plan import StepPlan
 from worker_service.model.config import ModelConfig
 from worker_service.model.interface import Model
 from worker_service.model.registry import load_model

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from worker_service.domain import IntColumn
+from worker_service.domain.columns import IntColumn
 from worker_service.sampling.rng import Purpose, UInt64s, uniforms
 
 FloatColumn = npt.NDArray[np.float32]

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
-from worker_service.weights.errors import CheckpointInvalid
+from worker_service.load_errors import CheckpointInvalid
 
 CONFIG_NAME = "config.json"
 INDEX_NAME = "model.safetensors.index.json"

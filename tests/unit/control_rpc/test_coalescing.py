@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from bench.inprocess import InProcessWorker
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.interceptors import StatusInterceptor
@@ -27,11 +28,10 @@ from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
 from twinplane.inference.v1 import inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import GenerateRequest, GenerateResponse, StopConditions
-from twinplane.inprocess import InProcessWorker
-from worker_service.domain import Limits
-from worker_service.domain import SamplingParameters as WorkerSampling
+from worker_service.domain.capability import Limits
+from worker_service.domain.plan import SamplingParameters as WorkerSampling
 from worker_service.facade import WorkerFacade
-from worker_service.runner.simulated import (
+from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,
     SimulatedRunner,

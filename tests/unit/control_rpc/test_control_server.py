@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.rpc.server import INFERENCE_SERVICE_NAME, ControlServer
-from twinplane.grpc_server.listen import CannotListen
+from twinplane.grpc.listen import CannotListen
 from twinplane.inference.v1 import inference_pb2_grpc
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from control_plane.core.events import Finish, FinishReason, Usage
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import SamplingParams, StopConditions
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (

@@ -17,10 +17,10 @@ from control_plane.core.plan import (
     StepPlan,
     WeightVersion,
 )
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import SamplingParams
 from control_plane.rpc.convert import info_from_pb, plan_to_pb, pool_from_pb, result_from_pb
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
-from worker_service import domain
+from worker_service.domain import plan as domain
 from worker_service.rpc import convert as worker_convert
 
 VERSION = WeightVersion(3, "d" * 64)

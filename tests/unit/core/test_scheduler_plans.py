@@ -6,8 +6,7 @@ import pytest
 
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import AddedSequence, Row, SamplingMode, WeightVersion
-from control_plane.core.request import RequestId
-from control_plane.core.sampling_params import SamplingParams
+from control_plane.core.request import RequestId, SamplingParams
 from tests.support.core_requests import (
     WEIGHTS,
     config,

@@ -11,8 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sampling_params import SamplingParams, StopConditions
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.core.scheduler import Scheduler
 from control_plane.observability.metrics import Histogram, Telemetry
 from control_plane.observability.metrics_server import MetricsServer

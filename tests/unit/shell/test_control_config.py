@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
 
-from control_plane.config import ControlConfig
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import MemoryPool
 from tests.simulation.fake_worker import Machine
-from twinplane.setting_names import KNOWN_SETTINGS
-
-
-def test_every_setting_is_known_to_the_command_line() -> None:
-    names = {field.name for field in dataclasses.fields(ControlConfig)}
-    assert names == KNOWN_SETTINGS["control"]
+from twinplane.settings.control import ControlConfig
 
 
 def test_the_defaults_are_loopback() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.config import ControlConfig
 from tests.support.planes import ROOT, plane_environment
 from twinplane.cli import doctor, doctor_checks
 from twinplane.cli.doctor_checks import (
@@ -27,6 +26,7 @@ from twinplane.cli.doctor_checks import (
     probe_device,
 )
 from twinplane.models import DEFAULT_MODEL
+from twinplane.settings.control import ControlConfig
 
 
 def states(findings: list[Finding]) -> list[State]:

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 
 from tests.unit.twinplane.tiny_gguf import HEAD_DIM, HIDDEN, TinyGguf
 from twinplane.models import ConversionUnsupported, ModelInvalid, NoProgress
-from twinplane.models.conversion import convert_gguf
-from twinplane.models.gguf_file import GgufFile
-from twinplane.models.llama_rope import Llama3Scaling
-from twinplane.models.tokenizer_conversion import build_tokenizer
-from twinplane.models.tokenizer_metadata import TokenizerMetadata, TokenType
+from twinplane.models.gguf.conversion import convert_gguf
+from twinplane.models.gguf.file import GgufFile
+from twinplane.models.gguf.llama_rope import Llama3Scaling
+from twinplane.models.gguf.tokenizer_conversion import build_tokenizer
+from twinplane.models.gguf.tokenizer_metadata import TokenizerMetadata, TokenType
 
 
 def convert(tiny: TinyGguf, folder: Path) -> dict[str, np.ndarray[Any, Any]]:

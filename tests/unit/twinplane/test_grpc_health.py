@@ -11,9 +11,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.planes import free_port
 from twinplane.cli.health import Health
-from twinplane.grpc_server.health import HealthServicer, ServingState, SettableReadiness
-from twinplane.grpc_server.listen import listen
-from twinplane.grpc_server.options import SERVER_OPTIONS
+from twinplane.grpc.health import HealthServicer, ServingState, SettableReadiness
+from twinplane.grpc.listen import listen
+from twinplane.grpc.options import SERVER_OPTIONS
 from worker_service.lifecycle import Lifecycle, LifecycleState
 from worker_service.rpc.health import LifecycleReadiness
 

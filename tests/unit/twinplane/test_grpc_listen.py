@@ -10,8 +10,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from twinplane.grpc_server.listen import CannotListen, listen
-from twinplane.grpc_server.options import SERVER_OPTIONS
+from twinplane.grpc.listen import CannotListen, listen
+from twinplane.grpc.options import SERVER_OPTIONS
 
 
 @asynccontextmanager

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.config import ControlConfig
-from twinplane.setting_names import KNOWN_SETTINGS
-from twinplane.settings import (
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.known import known_settings
+from twinplane.settings.resolution import (
     SettingsError,
     add_arguments,
     config_file,
@@ -20,7 +20,7 @@ from twinplane.settings import (
     setting_names,
     to_arguments,
 )
-from worker_service.config import WorkerConfig
+from twinplane.settings.worker import WorkerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,5 +221,5 @@ def test_a_mistake_on_the_command_line_is_one_line_and_code_2(
 
 
 def test_the_known_names_are_those_of_the_planes() -> None:
-    assert KNOWN_SETTINGS["control"] == setting_names(ControlConfig)
-    assert KNOWN_SETTINGS["worker"] == setting_names(WorkerConfig)
+    assert known_settings()["control"] == setting_names(ControlConfig)
+    assert known_settings()["worker"] == setting_names(WorkerConfig)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from worker_service.load_errors import CheckpointInvalid
 from worker_service.weights.checkpoint import DIGEST_CACHE_NAME, Checkpoint
-from worker_service.weights.errors import CheckpointInvalid
 
 
 def folder_with(path: Path, value: float = 1.0, config: str = "{}") -> Path:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import VOCABULARY
-from worker_service.domain import DataType, Feature, SamplingMode, SamplingParameters
+from worker_service.domain.capability import DataType, Feature
+from worker_service.domain.plan import SamplingMode, SamplingParameters
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.runner_rig import GREEDY, column
-from worker_service.domain import (
+from worker_service.domain.capability import Limits
+from worker_service.domain.plan import (
     AddedSequence,
-    Limits,
     SamplingMode,
     ScheduledRows,
     StepPlan,

@@ -22,7 +22,7 @@ from tests.support.tiny_llama import (
     save,
 )
 from worker_service.attention.interface import AttentionConfig
-from worker_service.domain import DataType, Limits
+from worker_service.domain.capability import DataType, Limits
 from worker_service.layers.linear import DenseLinear, PackedLinear, make_linear
 from worker_service.model.config import parse_config
 from worker_service.runner.forward_pass import PassConfig

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from worker_service.domain import DataType
+from worker_service.domain.capability import DataType
 from worker_service.layers.rope import LinearScaling, Unscaled, YarnScaling
+from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
 from worker_service.model.config import Architecture, ModelConfig, parse_config
-from worker_service.weights.errors import CheckpointInvalid, ModelUnsupported
 
 SMALLEST: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

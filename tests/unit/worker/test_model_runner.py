@@ -18,24 +18,16 @@ from safetensors.torch import load_file, save_file
 from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import GREEDY, RunnerRig, column, generate
 from tests.support.tiny_llama import MAX_LENGTH, VOCABULARY
-from worker_service.domain import (
-    DataType,
-    DeviceKind,
-    Feature,
-    GrammarMasks,
-    PlanInvalid,
-    PlanMismatch,
-    RowFaultKind,
-    SamplingMode,
-    SamplingParameters,
-)
-from worker_service.runner.model_runner import ModelRunner
-from worker_service.weights.errors import (
+from worker_service.domain.capability import DataType, DeviceKind, Feature
+from worker_service.domain.errors import PlanInvalid, PlanMismatch
+from worker_service.domain.plan import GrammarMasks, RowFaultKind, SamplingMode, SamplingParameters
+from worker_service.load_errors import (
     BackendUnavailable,
     KVPoolTooLarge,
     LoadError,
     MemoryBudgetTooSmall,
 )
+from worker_service.runner.model_runner import ModelRunner
 
 RNG = np.random.default_rng(17)
 PROMPTS = [RNG.integers(0, VOCABULARY, length).tolist() for length in (30, 1, 7, 64, 16, 3)]

@@ -11,13 +11,13 @@ import torch
 
 from tests.support import runner_rig, tiny_llama
 from worker_service.attention.interface import AttentionConfig
-from worker_service.domain import DataType, Feature, Limits
+from worker_service.domain.capability import DataType, Feature, Limits
 from worker_service.kernels.cpu.build import KernelsUnavailable
+from worker_service.load_errors import BackendUnavailable
 from worker_service.runner import compiled_pass
 from worker_service.runner.forward_pass import PassConfig, PassType
 from worker_service.runner.options import Quantization
 from worker_service.runner.selection import PASSES, select_pass
-from worker_service.weights.errors import BackendUnavailable
 
 ATTENTION = AttentionConfig(
     head_count=2,

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from tests.support.runner_rig import GREEDY, column
-from worker_service.domain import (
+from worker_service.domain.capability import Limits
+from worker_service.domain.errors import PlanInvalid, PlanMismatch
+from worker_service.domain.plan import (
     AddedSequence,
-    Limits,
-    PlanInvalid,
-    PlanMismatch,
     SamplingMode,
     SamplingParameters,
     ScheduledRows,

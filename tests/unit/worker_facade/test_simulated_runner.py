@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.worker_rig import MODEL, VOCABULARY, simulated_runner
-from worker_service.domain import (
+from worker_service.domain.capability import Limits
+from worker_service.domain.plan import (
     AddedSequence,
-    Limits,
     SamplingMode,
     SamplingParameters,
     ScheduledRows,
     StepPlan,
 )
-from worker_service.runner.simulated import (
+from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,
     SimulatedRunner,

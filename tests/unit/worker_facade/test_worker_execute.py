@@ -28,11 +28,11 @@ from tests.support.worker_rig import (
     wanted,
 )
 from twinplane.worker.v1 import model_runner_pb2
-from worker_service.domain import StaleEpoch, StepGap
+from worker_service.domain.errors import StaleEpoch, StepGap
 from worker_service.facade import Pipeline
 from worker_service.rpc import convert
 from worker_service.rpc.servicer import ModelRunnerServicer
-from worker_service.runner.simulated import SimulatedRunner
+from worker_service.simulated.runner import SimulatedRunner
 
 SAMPLE_1 = model_runner_pb2.SampleRequest(epoch=1, step_id=1)
 

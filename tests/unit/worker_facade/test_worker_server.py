@@ -27,15 +27,15 @@ from tests.support.worker_rig import (
     until,
     wanted,
 )
-from twinplane.grpc_server.listen import CannotListen
+from twinplane.grpc.listen import CannotListen
+from twinplane.settings.worker import WorkerConfig
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 from worker_service.app import serve
-from worker_service.config import WorkerConfig
 from worker_service.facade import WorkerFacade
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
 from worker_service.rpc.server import SERVICE_NAME, WorkerServer
-from worker_service.runner.simulated import SimulatedRunner
+from worker_service.simulated.runner import SimulatedRunner
 from worker_service.startup import StartupError
 
 SERVING = health_pb2.HealthCheckResponse.SERVING

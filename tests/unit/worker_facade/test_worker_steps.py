@@ -23,7 +23,7 @@ from tests.support.worker_rig import (
     wanted,
 )
 from twinplane.worker.v1 import model_runner_pb2, step_pb2
-from worker_service.domain import RowFault, RowFaultKind, StepPlan
+from worker_service.domain.plan import RowFault, RowFaultKind, StepPlan
 
 FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT

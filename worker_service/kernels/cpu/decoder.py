@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from worker_service.domain import IntColumn
+from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
 from worker_service.kernels.cpu.ops import (
     MAX_HEAD_DIM,

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from worker_service.domain import IntColumn
+from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
 from worker_service.kernels.cpu.build import KernelsUnavailable, Progress, ensure_library
 from worker_service.kernels.cpu.library import MAX_GROUP_SIZE, Context, InstructionSet

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
-from twinplane.models.gguf_file import GgufFile
+from twinplane.models.gguf.file import GgufFile
 
 
 class TokenType(IntEnum):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL
-from twinplane.settings import option
+from twinplane.settings.resolution import option
 
 DEFAULT_PORT = 50061
 

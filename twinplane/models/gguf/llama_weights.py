@@ -11,9 +11,9 @@ import re
 from typing import TYPE_CHECKING
 
 from twinplane.models.errors import ConversionUnsupported
-from twinplane.models.gguf_file import GgufFile
-from twinplane.models.llama_config import LlamaShape
-from twinplane.models.safetensors_writer import TensorStream
+from twinplane.models.gguf.file import GgufFile
+from twinplane.models.gguf.llama_config import LlamaShape
+from twinplane.models.gguf.safetensors_writer import TensorStream
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 
 from twinplane.models.errors import ModelInvalid
-from twinplane.models.gguf_file import GgufFile
-from twinplane.models.llama_config import read_shape
-from twinplane.models.llama_weights import tensor_streams
+from twinplane.models.gguf.file import GgufFile
+from twinplane.models.gguf.llama_config import read_shape
+from twinplane.models.gguf.llama_weights import tensor_streams
+from twinplane.models.gguf.safetensors_writer import write_safetensors
+from twinplane.models.gguf.tokenizer_conversion import build_tokenizer, tokenizer_config
+from twinplane.models.gguf.tokenizer_metadata import read_tokenizer_metadata
 from twinplane.models.progress import Progress
-from twinplane.models.safetensors_writer import write_safetensors
-from twinplane.models.tokenizer_conversion import build_tokenizer, tokenizer_config
-from twinplane.models.tokenizer_metadata import read_tokenizer_metadata
 
 # Goes up when the same GGUF file gives another folder: cached folders are then made again.
 CONVERSION_VERSION = 2

@@ -12,8 +12,9 @@ from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert as control_convert
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
-from worker_service.domain import CONTRACT_VERSION, WorkerError
-from worker_service.domain import StepResult as WorkerStepResult
+from worker_service.domain.errors import WorkerError
+from worker_service.domain.plan import CONTRACT_VERSION
+from worker_service.domain.plan import StepResult as WorkerStepResult
 from worker_service.facade import Pipeline, WorkerFacade
 from worker_service.rpc import convert as worker_convert
 

@@ -180,7 +180,7 @@ def resolve(
     """The settings of one plane.
 
     `table` is the plane's table in the file. `known` holds, by table, every name that exists (see
-    `twinplane.setting_names`): another name in the file or in a TWINPLANE_ variable is an error,
+    `twinplane.settings.known`): another name in the file or in a TWINPLANE_ variable is an error,
     a name of the other plane is not. Raises SettingsError.
     """
     assert table in known

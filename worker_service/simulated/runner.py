@@ -15,20 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from worker_service.domain import (
-    NULL_BLOCK,
+from worker_service.domain.capability import (
     Capability,
     DataType,
     Device,
     DeviceKind,
     Feature,
-    GrammarMasks,
-    IntColumn,
     LayerGroup,
     Limits,
     MemoryPool,
     Model,
-    PlanInvalid,
+)
+from worker_service.domain.columns import NULL_BLOCK, IntColumn
+from worker_service.domain.errors import PlanInvalid
+from worker_service.domain.plan import (
+    GrammarMasks,
     RowFault,
     RowFaultKind,
     SamplingMode,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from twinplane.models.errors import ConversionUnsupported
-from twinplane.models.gguf_file import GgufFile
+from twinplane.models.gguf.file import GgufFile
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
-from twinplane.models.gguf_file import GgufFile
-from twinplane.models.llama_rope import RopeScaling, read_rope_scaling
+from twinplane.models.gguf.file import GgufFile
+from twinplane.models.gguf.llama_rope import RopeScaling, read_rope_scaling
 
 
 @dataclass(frozen=True, slots=True)

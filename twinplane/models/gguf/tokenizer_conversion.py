@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from twinplane.models.tokenizer_metadata import TokenizerMetadata, TokenType, unsupported
+from twinplane.models.gguf.tokenizer_metadata import TokenizerMetadata, TokenType, unsupported
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,0 +1,1 @@
+"""From a .gguf file to a Hugging Face folder: config.json, safetensors, tokenizer files."""

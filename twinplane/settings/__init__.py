@@ -1,0 +1,1 @@
+"""Settings of both planes, and how they are resolved. Knows neither plane."""

@@ -1,0 +1,115 @@
+"""What a worker can do and what its memory holds. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from worker_service.domain.plan import WeightVersion
+
+
+class DeviceKind(Enum):
+    """What executes the steps."""
+
+    CPU = 1
+    CUDA = 2
+    SIMULATED = 3
+
+
+class DataType(Enum):
+    """Formats of weights and KV; the value is torch's name."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Feature(Enum):
+    """Promises and offers beyond the basic step."""
+
+    HELD_SAMPLING = 1
+    BATCH_INVARIANT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds a plan must keep."""
+
+    max_sequence_count: int
+    max_step_token_count: int
+    max_sequence_token_count: int
+    max_prompt_token_count: int
+    max_inflight_step_count: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The device a worker owns."""
+
+    kind: DeviceKind
+    name: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """(rank, size) of each kind of parallelism."""
+
+    tensor: tuple[int, int] = (0, 1)
+    pipeline: tuple[int, int] = (0, 1)
+    data: tuple[int, int] = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What was loaded."""
+
+    name: str
+    architecture: str
+    vocabulary_size: int
+    data_type: DataType
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a runner can do; the facade adds identity and epoch."""
+
+    device: Device
+    model: Model
+    weight_version: WeightVersion
+    limits: Limits
+    features: frozenset[Feature]
+    attention_backend: str
+    random_seed: int
+    ranks: RankCoordinates = RankCoordinates()
+    adapter_slot_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that keep KV alike. `window_token_count` None: every position."""
+
+    layer_indices: tuple[int, ...]
+    kv_head_count: int
+    head_dim: int
+    data_type: DataType
+    window_token_count: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """KV pool geometry and bytes. `block_count` includes the null block."""
+
+    block_count: int
+    block_token_count: int
+    bytes_per_block: int
+    layer_groups: tuple[LayerGroup, ...]
+    used_block_count: int
+    weights_bytes: int
+    kv_bytes: int
+    workspace_bytes: int
+    free_bytes: int
+
+    @property
+    def free_block_count(self) -> int:
+        return self.block_count - 1 - self.used_block_count

@@ -1,0 +1,125 @@
+"""A step: what it shall do and what came of it. Values only.
+
+Twin of control_plane.core.plan on purpose: the planes share the proto and nothing else. Columns are
+parallel by row; protos/twinplane/worker/v1/step.proto says what they mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.domain.columns import IntColumn
+
+CONTRACT_VERSION = 1
+
+
+class SamplingMode(Enum):
+    """What happens to the logits of rows that reach the end of their tokens."""
+
+    INLINE = 1
+    HOLD = 2
+    NONE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class WeightVersion:
+    """Generation (1 at start) and hex SHA-256 of the content."""
+
+    generation: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """Resolved: every field has a value. Temperature 0 is greedy, top_k 0 keeps all."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AddedSequence:
+    """A sequence that enters the batch whole. `token_ids` int32 [n]; `block_ids` int32 [m]."""
+
+    row: int
+    token_ids: IntColumn
+    sampling: SamplingParameters
+    block_ids: IntColumn
+    computed_token_count: int
+
+
+def _empty() -> IntColumn:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduledRows:
+    """Parallel int32 columns of length [rows]; `literal_tokens` and `appended_blocks` are flat."""
+
+    rows: IntColumn = field(default_factory=_empty)
+    start_positions: IntColumn = field(default_factory=_empty)
+    token_counts: IntColumn = field(default_factory=_empty)
+    source_step_distances: IntColumn = field(default_factory=_empty)
+    literal_token_counts: IntColumn = field(default_factory=_empty)
+    literal_tokens: IntColumn = field(default_factory=_empty)
+    appended_block_counts: IntColumn = field(default_factory=_empty)
+    appended_blocks: IntColumn = field(default_factory=_empty)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """One step. `fingerprint` digests the whole plan: equal plans have equal fingerprints."""
+
+    epoch: int
+    step_id: int
+    weight_version: WeightVersion
+    removed_rows: IntColumn
+    added: tuple[AddedSequence, ...]
+    scheduled: ScheduledRows
+    sampling: SamplingMode
+    fingerprint: bytes
+
+
+class RowFaultKind(Enum):
+    """Why one row failed."""
+
+    INVALID_LOGITS = 1
+    EMPTY_MASK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RowFault:
+    """A row without a token in this step."""
+
+    row: int
+    kind: RowFaultKind
+    detail: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """`rows`, `token_counts` int32 [sampled rows]; `tokens` int32 [sum of counts]; seconds."""
+
+    epoch: int
+    step_id: int
+    rows: IntColumn = field(default_factory=_empty)
+    token_counts: IntColumn = field(default_factory=_empty)
+    tokens: IntColumn = field(default_factory=_empty)
+    faults: tuple[RowFault, ...] = ()
+    queued_seconds: float = 0.0
+    executed_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GrammarMasks:
+    """`rows` int32 [m]; `bitmasks` uint32 [m, ceil(vocabulary / 32)], bit t % 32 allows token t."""
+
+    rows: IntColumn
+    bitmasks: npt.NDArray[np.uint32]

@@ -1,0 +1,1 @@
+"""A worker without a model: the contract in full, tokens by hash, time by formula."""
