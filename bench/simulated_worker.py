@@ -22,8 +22,8 @@ from twinplane.process.stop_signals import StopSignals
 from twinplane.settings.worker import WorkerConfig
 from worker_service.app import serve
 from worker_service.domain.capability import Capability, MemoryPool
-from worker_service.domain.plan import GrammarMasks, StepPlan, StepResult
-from worker_service.runner.interface import Runner
+from worker_service.domain.plan import SamplePlan, StepPlan
+from worker_service.runner.interface import PendingStep, Runner
 from worker_service.startup import build_runner
 
 
@@ -44,17 +44,18 @@ class StampingRunner:
     def reset(self) -> None:
         self._runner.reset()
 
-    def forward(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> PendingStep:
         for added in plan.added:
             self._streams[added.row] = int(added.token_ids[0])
-        result = self._runner.forward(plan)
+        pending = self._runner.launch(plan)
+        rows = pending.result().rows
         now = time.monotonic()
-        for row in result.rows.tolist():
+        for row in rows.tolist():
             self.stamps[self._streams[row]].append(now)
-        return result
+        return pending
 
-    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
-        return self._runner.sample(step_id, masks)
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        return self._runner.launch_sample(plan)
 
 
 async def run(config: WorkerConfig, output: Path, stream_count: int) -> None:

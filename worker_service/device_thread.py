@@ -1,29 +1,61 @@
-"""The one thread that owns the device: work goes in, in order, and comes back as futures."""
+"""The one thread that owns the device: work goes in, in order, and comes back as futures.
+
+Work is launched and collected. A device that computes by itself is handed the next piece while it
+still computes the last; one that computes at launch, as the CPU does, is collected at once.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+# How often a device that computes by itself is asked, while no new work comes.
+_POLL_SECONDS = 100e-6
+
+
+class Pending(Protocol[T_co]):
+    """Work that was launched."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> T_co:
+        """The outcome; raises what the work raised."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Done(Generic[T]):
+    outcome: T
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self.outcome
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Job(Generic[T]):
-    work: Callable[[], T]
+    launch: Callable[[], Pending[T]]
     future: asyncio.Future[T]
     finished: Callable[[], None]
 
 
 class DeviceThread:
-    """Runs work one at a time, in the order it was started. Made and used on one event loop.
+    """Launches work one piece at a time, and delivers outcomes, both in the order it was started.
 
-    The caller bounds what waits here. The thread is a daemon: an exit never waits for a device
-    that hangs.
+    Made and used on one event loop. The caller bounds what waits here. The thread is a daemon: an
+    exit never waits for a device that hangs.
     """
 
     def __init__(self) -> None:
@@ -36,7 +68,13 @@ class DeviceThread:
     def start(
         self, work: Callable[[], T], finished: Callable[[], None] = lambda: None
     ) -> asyncio.Future[T]:
-        """Queues work; `finished` is called on the loop when it has run, whoever still waits.
+        """Queues work that is done when it returns; the rest is as in `start_pending`."""
+        return self.start_pending(lambda: _Done(work()), finished)
+
+    def start_pending(
+        self, launch: Callable[[], Pending[T]], finished: Callable[[], None] = lambda: None
+    ) -> asyncio.Future[T]:
+        """Queues work. `finished` is called on the loop when it is over, whoever still waits.
 
         Cancelling the future forgets the outcome and no more: started work runs.
         """
@@ -44,7 +82,7 @@ class DeviceThread:
         future: asyncio.Future[T] = self._loop.create_future()
         # Whoever waited may be gone; an outcome that nobody reads is no news.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
-        self._jobs.put(_Job(work, future, finished))
+        self._jobs.put(_Job(launch, future, finished))
         return future
 
     async def close(self) -> None:
@@ -55,15 +93,36 @@ class DeviceThread:
         await asyncio.shield(self._ended)
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        launched: deque[tuple[_Job[Any], Pending[Any]]] = deque()
+        closing = False
+        while launched or not closing:
+            while launched and (closing or launched[0][1].is_ready()):
+                self._collect(*launched.popleft())
+            if closing:
+                continue
             try:
-                outcome = job.work()
+                job = self._jobs.get(timeout=_POLL_SECONDS if launched else None)
+            except queue.Empty:
+                continue
+            if job is None:
+                closing = True
+                continue
+            try:
+                launched.append((job, job.launch()))
             except Exception as error:  # the thread's boundary: it belongs to whoever waits
+                while launched:  # outcomes keep their order
+                    self._collect(*launched.popleft())
                 self._post(_deliver, job, None, error)
-            else:
-                self._post(_deliver, job, outcome, None)
             del job  # keep no plan alive while waiting for the next
         self._post(self._end)
+
+    def _collect(self, job: _Job[Any], pending: Pending[Any]) -> None:
+        try:
+            outcome = pending.result()
+        except Exception as error:  # the thread's boundary, as above
+            self._post(_deliver, job, None, error)
+        else:
+            self._post(_deliver, job, outcome, None)
 
     def _end(self) -> None:
         if not self._ended.done():

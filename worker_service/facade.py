@@ -1,7 +1,7 @@
 """The worker's face towards any transport: sole owner of the runner and of the thread it runs on.
 
-Everything here happens on the event loop and none of it waits for the device; the order, the
-idempotency and the held steps are the StepLog's, on the device thread. gRPC is one transport of
+Everything here happens on the event loop and none of it waits for the device; the order and the
+idempotency are the StepLog's, on the device thread. gRPC is one transport of
 this; tests and benchmarks use it directly.
 """
 
@@ -24,10 +24,10 @@ from worker_service.domain.errors import (
     StepGap,
     WorkerError,
 )
-from worker_service.domain.plan import CONTRACT_VERSION, GrammarMasks, StepPlan, StepResult
+from worker_service.domain.plan import CONTRACT_VERSION, SamplePlan, StepPlan, StepResult
 from worker_service.lifecycle import Lifecycle, LifecycleState
 from worker_service.runner.interface import Runner
-from worker_service.step_log import StepLog
+from worker_service.step_log import LoggedStep, StepLog
 
 T = TypeVar("T")
 
@@ -48,8 +48,8 @@ class WorkerInfo:
 class Pipeline:
     """Messages of one sender in order: once one is refused, none after it is executed.
 
-    `refused` is the device thread's, about what it has met; `ended` is the event loop's, about what
-    it did not even queue. Those queued before that still run.
+    `refused` is set by the device thread when it refuses a message: later ones fail. `ended` is set
+    by the event loop when it refuses to queue one: messages that are queued already still run.
     """
 
     refused: bool = False
@@ -136,30 +136,16 @@ class WorkerFacade:
         RunnerFailed. Cancelling it leaves the plan in the queue.
         """
         arrived = self._clock()
-        return await self._enqueue_step(
-            plan.epoch, pipeline, lambda log: log.forward(plan, arrived)
-        )
+        return await self._enqueue_step(plan.epoch, pipeline, lambda log: log.launch(plan, arrived))
 
     async def submit_sample(
-        self,
-        epoch: int,
-        step_id: int,
-        masks: GrammarMasks | None,
-        pipeline: Pipeline | None = None,
+        self, plan: SamplePlan, pipeline: Pipeline | None = None
     ) -> asyncio.Future[StepResult]:
-        """Queues the sampling of a held step, as `submit` does a plan."""
+        """Queues the sampling of held rows, as `submit` does a plan."""
         arrived = self._clock()
         return await self._enqueue_step(
-            epoch, pipeline, lambda log: log.sample(epoch, step_id, masks, arrived)
+            plan.epoch, pipeline, lambda log: log.launch_sample(plan, arrived)
         )
-
-    async def forward(self, plan: StepPlan) -> StepResult:
-        """Executes one plan. Raises what `submit` does."""
-        return await (await self.submit(plan))
-
-    async def sample(self, epoch: int, step_id: int, masks: GrammarMasks | None) -> StepResult:
-        """Samples the held step. Raises what `submit` does."""
-        return await (await self.submit_sample(epoch, step_id, masks))
 
     def worker_info(self) -> WorkerInfo:
         """What the worker is and who claims it."""
@@ -196,15 +182,15 @@ class WorkerFacade:
         self,
         epoch: int,
         pipeline: Pipeline | None,
-        execute: Callable[[StepLog], StepResult],
+        launch: Callable[[StepLog], LoggedStep],
     ) -> asyncio.Future[StepResult]:
         pipeline = Pipeline() if pipeline is None else pipeline
 
-        def work() -> StepResult:
+        def work() -> LoggedStep:
             _require_open(pipeline.refused)
             try:
                 self._require_claim(epoch)  # again: it may have changed while this waited
-                return execute(log)
+                return launch(log)
             except WorkerError:
                 pipeline.refused = True
                 raise
@@ -213,12 +199,18 @@ class WorkerFacade:
         try:
             log = self._require_loaded().log
             self._require_claim(epoch)
-            return await self._enqueue(work)
+            loaded = await self._acquire_room()
         except WorkerError:
             pipeline.ended = True
             raise
+        return self._device.start_pending(work, finished=lambda: self._settle(loaded))
 
     async def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        loaded = await self._acquire_room()
+        return self._device.start(work, finished=lambda: self._settle(loaded))
+
+    async def _acquire_room(self) -> _Loaded:
+        """Waits for room in the queue. The worker may have begun to drain meanwhile."""
         loaded = self._require_loaded()
         await loaded.room.acquire()
         try:
@@ -226,7 +218,7 @@ class WorkerFacade:
         except WorkerError:
             loaded.room.release()
             raise
-        return self._device.start(work, finished=lambda: self._settle(loaded))
+        return loaded
 
     def _settle(self, loaded: _Loaded) -> None:
         """After each piece of work: makes room, and lets the lifecycle follow the log."""

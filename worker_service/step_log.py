@@ -1,7 +1,7 @@
-"""The step contract's bookkeeping around a runner: order, idempotency, held steps.
+"""The step contract's bookkeeping around a runner: order and idempotency.
 
 Lives on the device thread and knows no other. Every refusal leaves both the log and the runner as
-they were.
+they were. Which rows are held is the runner's to know.
 """
 
 from __future__ import annotations
@@ -11,42 +11,81 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from twinplane.process.logs import fields
 from worker_service.domain.errors import (
     PlanInvalid,
+    RowNotHeld,
     RunnerFailed,
     StaleEpoch,
     StepConflict,
     StepGap,
-    StepHeld,
-    StepNotHeld,
     StepResultGone,
     WeightVersionMismatch,
     WorkerError,
 )
-from worker_service.domain.plan import GrammarMasks, SamplingMode, StepPlan, StepResult
-from worker_service.runner.interface import Runner
+from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.runner.interface import PendingStep, Runner
 
 KEPT_STEP_COUNT = 8
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
+class LoggedStep:
+    """A launched step; a PendingStep whose result has its timings and is kept.
+
+    `arrived` is when the request reached the worker, `launched` when the device was given the step,
+    in the clock's seconds.
+    """
+
+    def __init__(
+        self, log: StepLog, pending: PendingStep, step_id: int, arrived: float, launched: float
+    ) -> None:
+        self._log = log
+        self._pending = pending
+        self._step_id = step_id
+        self._arrived = arrived
+        self._launched = launched
+        self._result: StepResult | None = None
+
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        return self._result is not None or self._pending.is_ready()
+
+    def result(self) -> StepResult:
+        """The step's result. Raises RunnerFailed when the device failed on it."""
+        if self._result is None:
+            self._result = self._log.collect(
+                self._pending, self._step_id, self._arrived, self._launched
+            )
+        return self._result
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Step:
-    """An executed step. `masks_digest` and `sampled` are set once a held step is sampled."""
+    """An executed step."""
 
     step_id: int
+    fingerprint: Callable[[], bytes]
+    logged: LoggedStep
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sampling:
+    """Held rows of a step that were sampled together."""
+
+    step_id: int
+    rows: frozenset[int]
     fingerprint: bytes
-    held: bool
-    result: StepResult
-    masks_digest: bytes | None = None
-    sampled: StepResult | None = None
+    logged: LoggedStep
 
 
 class StepLog:
-    """Executes the steps of one epoch after another on the runner it owns.
+    """Launches the steps of one epoch after another on the runner it owns.
 
     `arrived` is when the request reached the worker, in the clock's seconds.
     """
@@ -56,7 +95,9 @@ class StepLog:
         self._clock = clock
         self._epoch = 0
         self._steps: deque[_Step] = deque(maxlen=KEPT_STEP_COUNT)
+        self._samplings: deque[_Sampling] = deque(maxlen=KEPT_STEP_COUNT)
         self._next_step_id = 1
+        self._last_collected = 0.0
         self._failed = False
         self._broken = False
 
@@ -74,17 +115,18 @@ class StepLog:
         """Clears the persistent batch for a new epoch. Raises RunnerFailed when that fails."""
         self._epoch = epoch
         self._steps.clear()
+        self._samplings.clear()
         self._next_step_id = 1
         try:
             self.runner.reset()
-        except Exception as error:  # as in _timed; without a reset there is nothing to go on from
+        except Exception as error:  # as in _guard; without a reset there is nothing to go on from
             self._failed = self._broken = True
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
 
-    def forward(self, plan: StepPlan, arrived: float) -> StepResult:
-        """Executes a plan, or answers again for one it has executed.
+    def launch(self, plan: StepPlan, arrived: float) -> LoggedStep:
+        """Launches a plan, or answers again for one that was launched.
 
         Raises any Precondition, PlanInvalid, or RunnerFailed.
         """
@@ -95,42 +137,57 @@ class StepLog:
             raise StepGap(f"step {plan.step_id} came where {self._next_step_id} is next")
         if plan.step_id < self._next_step_id:
             step = self._kept(plan.step_id)
-            if step.fingerprint != plan.fingerprint:
+            if step.fingerprint() != plan.fingerprint():
                 raise StepConflict(f"step {plan.step_id} was executed with another plan")
-            return step.result
+            return step.logged
         self._require_runner()
         self._require_weights(plan)
-        last = self._steps[-1] if self._steps else None
-        if last is not None and last.held and last.sampled is None:
-            raise StepHeld(f"step {last.step_id} is held and must be sampled first")
-        result = self._timed(lambda: self.runner.forward(plan), arrived, plan.step_id)
-        held = plan.sampling is SamplingMode.HOLD
-        self._steps.append(_Step(plan.step_id, plan.fingerprint, held, result))
+        launched = self._clock()
+        pending = self._guard(lambda: self.runner.launch(plan), plan.step_id)
+        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        self._steps.append(_Step(plan.step_id, plan.fingerprint, logged))
         self._next_step_id += 1
-        return result
+        return logged
 
-    def sample(
-        self, epoch: int, step_id: int, masks: GrammarMasks | None, arrived: float
-    ) -> StepResult:
-        """Samples the held step, or answers again for one it has sampled with the same masks.
+    def launch_sample(self, plan: SamplePlan, arrived: float) -> LoggedStep:
+        """Launches the sampling of held rows, or answers again for one that was launched.
 
-        Raises StaleEpoch, StepNotHeld, StepResultGone, StepConflict, PlanInvalid or RunnerFailed.
+        Raises StaleEpoch, RowNotHeld, StepConflict, PlanInvalid or RunnerFailed.
         """
-        self._require_epoch(epoch)
-        if not 1 <= step_id < self._next_step_id:
-            raise StepNotHeld(f"step {step_id} was not executed")
-        step = self._kept(step_id)
-        if not step.held:
-            raise StepNotHeld(f"step {step_id} did not ask to be held")
-        digest = _digest(masks)
-        if step.sampled is not None:
-            if step.masks_digest != digest:
-                raise StepConflict(f"step {step_id} was sampled with other masks")
-            return step.sampled
+        self._require_epoch(plan.epoch)
+        if not 1 <= plan.step_id < self._next_step_id:
+            raise RowNotHeld(f"step {plan.step_id} was not executed")
+        rows = frozenset(plan.rows.tolist())
+        fingerprint = _fingerprint(plan)
+        for sampling in reversed(self._samplings):
+            if sampling.step_id != plan.step_id or sampling.rows.isdisjoint(rows):
+                continue
+            if sampling.fingerprint != fingerprint:
+                raise StepConflict(
+                    f"rows of step {plan.step_id} were sampled together with others, or with "
+                    "other masks"
+                )
+            return sampling.logged
         self._require_runner()
-        result = self._timed(lambda: self.runner.sample(step_id, masks), arrived, step_id)
-        step.masks_digest, step.sampled = digest, result
-        return result
+        launched = self._clock()
+        pending = self._guard(lambda: self.runner.launch_sample(plan), plan.step_id)
+        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        self._samplings.append(_Sampling(plan.step_id, rows, fingerprint, logged))
+        return logged
+
+    def collect(
+        self, pending: PendingStep, step_id: int, arrived: float, launched: float
+    ) -> StepResult:
+        """Waits for a launched step; its result with timings. Raises RunnerFailed."""
+        result = self._guard(pending.result, step_id)
+        # A step that was launched behind another began when that one was over.
+        started = max(launched, self._last_collected)
+        self._last_collected = self._clock()
+        return replace(
+            result,
+            queued_seconds=max(0.0, started - arrived),
+            executed_seconds=self._last_collected - started,
+        )
 
     def _require_epoch(self, epoch: int) -> None:
         if epoch < 1 or epoch != self._epoch:
@@ -156,26 +213,20 @@ class StepLog:
             raise StepResultGone(f"step {step_id} is gone; results from {oldest} on are kept")
         return self._steps[step_id - oldest]
 
-    def _timed(self, execute: Callable[[], StepResult], arrived: float, step_id: int) -> StepResult:
-        started = self._clock()
+    def _guard(self, execute: Callable[[], T], step_id: int) -> T:
         try:
-            result = execute()
+            return execute()
         except WorkerError:
             raise
         except Exception as error:  # whatever a model can raise ends the epoch, not the process
             self._failed = True
             _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
             raise RunnerFailed(f"step {step_id} failed: {type(error).__name__}") from error
-        return replace(
-            result,
-            queued_seconds=max(0.0, started - arrived),
-            executed_seconds=self._clock() - started,
-        )
 
 
-def _digest(masks: GrammarMasks | None) -> bytes:
-    if masks is None:
-        return b""
-    digest = hashlib.blake2b(masks.rows.tobytes(), digest_size=16)
-    digest.update(masks.bitmasks.tobytes())
+def _fingerprint(plan: SamplePlan) -> bytes:
+    digest = hashlib.blake2b(plan.rows.tobytes(), digest_size=16)
+    if plan.masks is not None:
+        digest.update(plan.masks.rows.tobytes())
+        digest.update(plan.masks.bitmasks.tobytes())
     return digest.digest()

@@ -26,22 +26,25 @@ class WeightVersion:
     digest: str
 
 
-class SamplingMode(Enum):
-    """What happens to the logits of rows that reach the end of their tokens."""
+class OutputKind(Enum):
+    """What becomes of the logits at the end of a sequence's tokens."""
 
-    INLINE = 1
+    SAMPLE = 1
     HOLD = 2
     NONE = 3
 
 
 @dataclass(frozen=True, slots=True)
 class AddedSequence:
-    """A sequence that enters the persistent batch whole."""
+    """A sequence that enters the persistent batch whole: the first `prompt_token_count` of its
+    tokens are the prompt."""
 
     row: Row
     token_ids: list[int]
+    prompt_token_count: int
     sampling: SamplingParams
     seed: int
+    output: OutputKind
     block_ids: list[BlockId]
     computed_token_count: int
 
@@ -70,11 +73,29 @@ class StepPlan:
     removed_rows: list[Row]
     added: list[AddedSequence]
     scheduled: ScheduledRows
-    sampling: SamplingMode
 
     @property
     def token_count(self) -> int:
         return sum(self.scheduled.token_counts)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMasks:
+    """Which tokens some rows may take: one bitmask for each of `rows`, one after another, each
+    ceil(vocabulary / 32) little-endian 32-bit words."""
+
+    rows: list[Row]
+    bitmasks: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePlan:
+    """The sampling of rows that a step has held; rows without a mask are free."""
+
+    epoch: int
+    step_id: int
+    rows: list[Row]
+    masks: GrammarMasks | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +109,15 @@ class RowFault:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens per row in the plan's order; `tokens` is flat, `token_counts` of it per row."""
+    """Tokens per row in the plan's order; `tokens` is flat, `token_counts` of it per row.
+    `held_rows` wait for a SamplePlan."""
 
     epoch: int
     step_id: int
     rows: list[Row]
     token_counts: list[int]
     tokens: list[int]
+    held_rows: list[Row] = field(default_factory=list)
     faults: list[RowFault] = field(default_factory=list)
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0

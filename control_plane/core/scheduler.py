@@ -19,8 +19,8 @@ from control_plane.core.events import Finish, FinishReason, RequestOutput
 from control_plane.core.ledger import InflightStep, Ledger
 from control_plane.core.plan import (
     AddedSequence,
+    OutputKind,
     Row,
-    SamplingMode,
     ScheduledRows,
     StepPlan,
     StepResult,
@@ -174,7 +174,6 @@ class Scheduler:
             removed_rows=removed_rows,
             added=draft.added,
             scheduled=draft.columns,
-            sampling=SamplingMode.INLINE,
         )
 
     def _schedule_running(self, draft: _Draft) -> None:
@@ -257,8 +256,10 @@ class Scheduler:
                 AddedSequence(
                     row=sequence.row,
                     token_ids=sequence.token_ids.tolist(),
+                    prompt_token_count=sequence.prompt_count,
                     sampling=sequence.request.sampling,
                     seed=sequence.request.seed,
+                    output=OutputKind.SAMPLE,
                     block_ids=list(hits),  # the blocks of the first chunk come as appended ones
                     computed_token_count=sequence.computed,
                 )

@@ -62,6 +62,8 @@ def _verify(ledger: Ledger, result: StepResult) -> InflightStep:
             f"a result of step {result.step_id} in epoch {result.epoch}, expected step "
             f"{step.step_id} in epoch {ledger.epoch}"
         )
+    if result.held_rows:
+        raise ResultMismatch(f"step {step.step_id} holds rows that were to be sampled")
     expected = step.rows
     if result.faults:
         expected = _without_faulted(step, result.faults)

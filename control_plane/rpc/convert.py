@@ -13,9 +13,11 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from control_plane.core.plan import (
     AddedSequence,
+    GrammarMasks,
+    OutputKind,
     Row,
     RowFault,
-    SamplingMode,
+    SamplePlan,
     ScheduledRows,
     StepPlan,
     StepResult,
@@ -23,7 +25,7 @@ from control_plane.core.plan import (
 )
 from control_plane.shell.ports import MemoryPool, WorkerInfo
 from twinplane.common.v1 import types_pb2
-from twinplane.worker.v1 import info_pb2, step_pb2
+from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 _DATA_TYPE_PREFIX = "DATA_TYPE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
@@ -42,8 +44,21 @@ def plan_to_pb(plan: StepPlan) -> step_pb2.StepPlan:
         removed_rows=plan.removed_rows,
         added=[_added_to_pb(sequence) for sequence in plan.added],
         scheduled=_scheduled_to_pb(plan.scheduled) if plan.scheduled.rows else None,
-        sampling=_sampling_mode_to_pb(plan.sampling),
     )
+
+
+def sample_to_pb(plan: SamplePlan) -> model_runner_pb2.SampleRequest:
+    """The sampling of held rows as it goes to the worker."""
+    return model_runner_pb2.SampleRequest(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        rows=plan.rows,
+        grammar_masks=None if plan.masks is None else _masks_to_pb(plan.masks),
+    )
+
+
+def _masks_to_pb(masks: GrammarMasks) -> step_pb2.GrammarMasks:
+    return step_pb2.GrammarMasks(rows=masks.rows, bitmasks=masks.bitmasks)
 
 
 def result_from_pb(result: step_pb2.StepResult) -> StepResult:
@@ -56,6 +71,7 @@ def result_from_pb(result: step_pb2.StepResult) -> StepResult:
         rows=rows,
         token_counts=list(result.token_counts) or [1] * len(rows),
         tokens=list(result.tokens),
+        held_rows=list(map(Row, result.held_rows)),
         faults=[
             RowFault(
                 row=Row(fault.row),
@@ -111,6 +127,7 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
     return step_pb2.AddedSequence(
         row=sequence.row,
         token_ids=sequence.token_ids,
+        prompt_token_count=sequence.prompt_token_count,
         sampling=types_pb2.SamplingParameters(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -118,6 +135,7 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
             min_p=sampling.min_p,
             seed=sequence.seed,
         ),
+        output=_output_kind_to_pb(sequence.output),
         block_ids=sequence.block_ids,
         computed_token_count=sequence.computed_token_count,
     )
@@ -141,16 +159,16 @@ def _unless_all_zero(column: list[int]) -> list[int] | None:
     return column if any(column) else None
 
 
-def _sampling_mode_to_pb(mode: SamplingMode) -> step_pb2.SamplingMode:
-    match mode:
-        case SamplingMode.INLINE:
-            return step_pb2.SAMPLING_MODE_INLINE
-        case SamplingMode.HOLD:
-            return step_pb2.SAMPLING_MODE_HOLD
-        case SamplingMode.NONE:
-            return step_pb2.SAMPLING_MODE_NONE
+def _output_kind_to_pb(kind: OutputKind) -> step_pb2.OutputKind:
+    match kind:
+        case OutputKind.SAMPLE:
+            return step_pb2.OUTPUT_KIND_SAMPLE
+        case OutputKind.HOLD:
+            return step_pb2.OUTPUT_KIND_HOLD
+        case OutputKind.NONE:
+            return step_pb2.OUTPUT_KIND_NONE
         case _:
-            assert_never(mode)
+            assert_never(kind)
 
 
 def _short(enum: EnumTypeWrapper, number: int, prefix: str) -> str:

@@ -35,9 +35,11 @@ PLAN = step_pb2.StepPlan(
         step_pb2.AddedSequence(
             row=4,
             token_ids=[1, 49_151, 128],
+            prompt_token_count=2,
             sampling=types_pb2.SamplingParameters(
                 temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, seed=2**64 - 1
             ),
+            output=step_pb2.OUTPUT_KIND_HOLD,
             block_ids=[9, 300],
             computed_token_count=2,
         )
@@ -52,7 +54,6 @@ PLAN = step_pb2.StepPlan(
         appended_block_counts=[0, 1, 2],
         appended_blocks=[11, 12, 13],
     ),
-    sampling=step_pb2.SAMPLING_MODE_HOLD,
 )
 RESULT = step_pb2.StepResult(
     epoch=3,
@@ -60,6 +61,7 @@ RESULT = step_pb2.StepResult(
     rows=[4, 0],
     token_counts=[1, 2],
     tokens=[17, 128_000, 0],
+    held_rows=[1, 3],
     faults=[
         step_pb2.RowFault(row=2, kind=step_pb2.ROW_FAULT_KIND_INVALID_LOGITS, detail="NaN"),
         step_pb2.RowFault(row=5, kind=step_pb2.ROW_FAULT_KIND_EMPTY_MASK, detail="no token"),
@@ -71,6 +73,7 @@ RESULT = step_pb2.StepResult(
 SAMPLE = model_runner_pb2.SampleRequest(
     epoch=3,
     step_id=300,
+    rows=[4, 0, 1],
     grammar_masks=step_pb2.GrammarMasks(rows=[4, 0], bitmasks=bytes(range(16))),
 )
 INFO = info_pb2.WorkerInfo(

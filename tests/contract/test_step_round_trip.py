@@ -32,6 +32,8 @@ def added(draw: st.DrawFn) -> control.AddedSequence:
     return control.AddedSequence(
         row=draw(uint31),
         token_ids=draw(columns),
+        prompt_token_count=draw(uint31),
+        output=draw(st.sampled_from(control.OutputKind)),
         sampling=SamplingParams(draw(float32), draw(uint31), draw(float32), draw(float32)),
         seed=draw(uint64),
         block_ids=draw(columns),
@@ -71,7 +73,6 @@ def plans(draw: st.DrawFn) -> control.StepPlan:
         removed_rows=draw(columns),
         added=draw(st.lists(added(), max_size=2)),
         scheduled=draw(scheduled()),
-        sampling=draw(st.sampled_from(control.SamplingMode)),
     )
 
 
@@ -99,7 +100,6 @@ def test_a_plan_means_the_same_to_the_worker(sent: control.StepPlan) -> None:
     assert (got.epoch, got.step_id) == (sent.epoch, sent.step_id)
     assert got.weight_version.generation == sent.weight_version.generation
     assert got.weight_version.digest == sent.weight_version.digest
-    assert got.sampling.name == sent.sampling.name
     assert got.removed_rows.tolist() == sent.removed_rows
     for name in COLUMNS:
         column = getattr(got.scheduled, name)
@@ -108,6 +108,8 @@ def test_a_plan_means_the_same_to_the_worker(sent: control.StepPlan) -> None:
     assert len(got.added) == len(sent.added)
     for mine, theirs in zip(got.added, sent.added, strict=True):
         assert (mine.row, mine.computed_token_count) == (theirs.row, theirs.computed_token_count)
+        assert mine.prompt_token_count == theirs.prompt_token_count
+        assert mine.output.name == theirs.output.name
         assert mine.token_ids.tolist() == theirs.token_ids
         assert mine.block_ids.tolist() == theirs.block_ids
         sampling = theirs.sampling
@@ -118,9 +120,9 @@ def test_a_plan_means_the_same_to_the_worker(sent: control.StepPlan) -> None:
 
 @given(plans(), plans())
 def test_equal_plans_and_only_those_have_equal_fingerprints(one, other) -> None:
-    assert across(one).fingerprint == across(one).fingerprint
+    assert across(one).fingerprint() == across(one).fingerprint()
     if control_convert.plan_to_pb(one) != control_convert.plan_to_pb(other):
-        assert across(one).fingerprint != across(other).fingerprint
+        assert across(one).fingerprint() != across(other).fingerprint()
 
 
 @st.composite
@@ -141,6 +143,7 @@ def results(draw: st.DrawFn) -> worker.StepResult:
         rows=np.array(rows, dtype=np.int32),
         token_counts=np.array(counts, dtype=np.int32),
         tokens=np.array(tokens, dtype=np.int32),
+        held_rows=np.array(draw(columns), dtype=np.int32),
         faults=tuple(draw(st.lists(fault, max_size=2))),
         queued_seconds=draw(seconds),
         executed_seconds=draw(seconds),
@@ -213,7 +216,6 @@ def test_no_column_reaches_the_worker_with_numbers_over_int32(name: str) -> None
             step_id=1,
             weight_version={"generation": 1},
             scheduled=step_pb2.ScheduledRows(**one_row),
-            sampling=step_pb2.SAMPLING_MODE_INLINE,
         )
     )
     with pytest.raises(errors.PlanInvalid, match=f"plan.scheduled.{name}: must be at most"):
@@ -240,7 +242,6 @@ def test_a_decode_step_of_256_rows_costs_a_few_kilobytes_each_way() -> None:
             appended_block_counts=[1] * 256,
             appended_blocks=[2_000_000] * 256,
         ),
-        sampling=control.SamplingMode.INLINE,
     )
     request = model_runner_pb2.ExecuteRequest(
         forward=model_runner_pb2.ForwardRequest(plan=control_convert.plan_to_pb(plan))

@@ -11,7 +11,7 @@ from google.protobuf import symbol_database
 
 from tests.contract.make_wire_samples import DATA, PLAN, RESULT, SAMPLES, meaning
 from twinplane.worker.v1 import model_runner_pb2
-from worker_service.domain.plan import SamplingMode, SamplingParameters
+from worker_service.domain.plan import OutputKind, SamplingParameters
 from worker_service.rpc import convert
 
 FILES = sorted(DATA.glob("*/*.binpb"))
@@ -40,11 +40,12 @@ def test_stored_bytes_parse_and_mean_the_same(path: Path) -> None:
 def test_a_stored_plan_is_the_same_plan_to_the_worker(path: Path) -> None:
     message, _ = parse(path)
     plan = convert.forward_from_pb(message)
-    assert (plan.epoch, plan.step_id, plan.sampling) == (3, 300, SamplingMode.HOLD)
+    assert (plan.epoch, plan.step_id) == (3, 300)
     assert (plan.weight_version.generation, plan.weight_version.digest) == (1, "ab" * 32)
     assert plan.removed_rows.tolist() == [4, 7]
     (sequence,) = plan.added
     assert (sequence.row, sequence.computed_token_count) == (4, 2)
+    assert (sequence.prompt_token_count, sequence.output) == (2, OutputKind.HOLD)
     assert sequence.token_ids.tolist() == [1, 49_151, 128]
     assert sequence.block_ids.tolist() == [9, 300]
     assert sequence.sampling == SamplingParameters(0.5, 40, 0.75, 0.25, 2**64 - 1)
@@ -62,7 +63,9 @@ def test_a_stored_plan_is_the_same_plan_to_the_worker(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem == "sample_request"], ids=str)
 def test_stored_masks_are_the_same_masks_to_the_worker(path: Path) -> None:
     message, _ = parse(path)
-    masks = convert.masks_from_pb(message, vocabulary_size=50)
+    plan = convert.sample_from_pb(message, vocabulary_size=50)
+    assert (plan.epoch, plan.step_id, plan.rows.tolist()) == (3, 300, [4, 0, 1])
+    masks = plan.masks
     assert masks is not None
     assert masks.rows.tolist() == [4, 0]
     words = [[0x03020100, 0x07060504], [0x0B0A0908, 0x0F0E0D0C]]

@@ -12,7 +12,9 @@ import numpy as np
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import (
     AddedSequence,
-    SamplingMode,
+    GrammarMasks,
+    OutputKind,
+    SamplePlan,
     SamplingParameters,
     ScheduledRows,
     StepPlan,
@@ -60,6 +62,7 @@ class _Row:
     blocks: list[int]
     computed: int
     known_by_worker: int
+    output: OutputKind
     entered: bool = False
 
 
@@ -86,16 +89,17 @@ class RunnerRig:
         sampling: SamplingParameters = GREEDY,
         blocks: Sequence[int] = (),
         computed: int = 0,
+        output: OutputKind = OutputKind.SAMPLE,
     ) -> None:
         """The next step adds the row, with `blocks` whose first `computed` tokens are a hit."""
-        self.rows[row] = _Row(list(tokens), sampling, list(blocks), computed, len(tokens))
+        self.rows[row] = _Row(list(tokens), sampling, list(blocks), computed, len(tokens), output)
 
     def remove(self, row: int) -> None:
         """The next step removes the row; its blocks are the next to be handed out again."""
         self.removed.append(row)
         self.free = self.rows.pop(row).blocks + self.free
 
-    def plan(self, counts: Mapping[int, int], mode: SamplingMode = SamplingMode.INLINE) -> StepPlan:
+    def plan(self, counts: Mapping[int, int]) -> StepPlan:
         """Schedules `counts` tokens of each row; rows are entered and given blocks as needed."""
         self.step_id += 1
         size = self.runner.memory_pool().block_token_count
@@ -108,7 +112,9 @@ class RunnerRig:
                     AddedSequence(
                         row,
                         column(state.tokens),
+                        len(state.tokens),
                         state.sampling,
+                        state.output,
                         column(state.blocks),
                         state.computed,
                     )
@@ -138,19 +144,25 @@ class RunnerRig:
                 appended_block_counts=column(len(fresh) for fresh in appended),
                 appended_blocks=column(block for fresh in appended for block in fresh),
             ),
-            sampling=mode,
-            fingerprint=b"",
+            fingerprint=bytes,
         )
         self.removed.clear()
         return plan
 
-    def step(
-        self, counts: Mapping[int, int], mode: SamplingMode = SamplingMode.INLINE
-    ) -> StepResult:
+    def step(self, counts: Mapping[int, int]) -> StepResult:
         """Plans, runs and takes the tokens into the log."""
-        result = self.runner.forward(self.plan(counts, mode))
+        result = self.runner.launch(self.plan(counts)).result()
         for row, count in counts.items():
             self.rows[row].computed += count
+        self.take(result)
+        return result
+
+    def sample(
+        self, rows: Sequence[int], masks: GrammarMasks | None = None, step_id: int | None = None
+    ) -> StepResult:
+        """Samples rows that a step, by default the last, has held."""
+        plan = SamplePlan(1, self.step_id if step_id is None else step_id, column(rows), masks)
+        result = self.runner.launch_sample(plan).result()
         self.take(result)
         return result
 

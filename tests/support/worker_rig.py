@@ -43,9 +43,9 @@ MODEL = SimulatedModel(
     block_size=BLOCK_SIZE,
 )
 NO_LATENCY = SimulatedLatency(0.0, 0.0, 0.0, 0.0)
-INLINE = step_pb2.SAMPLING_MODE_INLINE
-HOLD = step_pb2.SAMPLING_MODE_HOLD
-NONE = step_pb2.SAMPLING_MODE_NONE
+SAMPLE = step_pb2.OUTPUT_KIND_SAMPLE
+HOLD = step_pb2.OUTPUT_KIND_HOLD
+NONE = step_pb2.OUTPUT_KIND_NONE
 PATIENCE = 10.0
 
 
@@ -153,10 +153,14 @@ def added(
     computed: int = 0,
     temperature: float = 0.0,
     seed: int = 7,
+    output: step_pb2.OutputKind = SAMPLE,
+    prompt_token_count: int | None = None,
 ) -> step_pb2.AddedSequence:
     return step_pb2.AddedSequence(
         row=row,
         token_ids=tokens,
+        prompt_token_count=len(tokens) if prompt_token_count is None else prompt_token_count,
+        output=output,
         sampling=types_pb2.SamplingParameters(temperature=temperature, seed=seed),
         block_ids=blocks,
         computed_token_count=computed,
@@ -169,7 +173,6 @@ def forward(
     epoch: int = 1,
     add: Sequence[step_pb2.AddedSequence] = (),
     remove: Sequence[int] = (),
-    sampling: step_pb2.SamplingMode = INLINE,
     digest: str = WEIGHTS.digest,
     **columns: Sequence[int],
 ) -> model_runner_pb2.ForwardRequest:
@@ -182,7 +185,6 @@ def forward(
             removed_rows=remove,
             added=add,
             scheduled=step_pb2.ScheduledRows(**columns) if columns else None,
-            sampling=sampling,
         )
     )
 
@@ -190,12 +192,18 @@ def forward(
 PROMPT = (5, 17, 3, 42, 99, 0)
 
 
-def first(step_id: int = 1, *, epoch: int = 1, **keywords: Any) -> model_runner_pb2.ForwardRequest:
+def first(
+    step_id: int = 1,
+    *,
+    epoch: int = 1,
+    output: step_pb2.OutputKind = SAMPLE,
+    **keywords: Any,
+) -> model_runner_pb2.ForwardRequest:
     """Row 0 enters with PROMPT and twenty blocks' room, and is computed whole."""
     return forward(
         step_id,
         epoch=epoch,
-        add=[added(0, PROMPT, range(1, 11))],
+        add=[added(0, PROMPT, range(1, 11), output=output)],
         rows=[0],
         start_positions=[0],
         token_counts=[len(PROMPT)],

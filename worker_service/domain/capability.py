@@ -29,6 +29,7 @@ class Feature(Enum):
 
     HELD_SAMPLING = 1
     BATCH_INVARIANT = 2
+    DRAFT_VERIFICATION = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ WorkerError
 ├── Precondition          the plan does not follow from this state
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
-│   ├── StepHeld          StepNotHeld
+│   ├── RowNotHeld        a row whose logits do not wait for Sample
 │   └── PlanMismatch      the planes have drifted apart: resync
 ├── WorkerUnavailable     executes nothing at present
 │   ├── WorkerLoading
@@ -73,16 +73,10 @@ class StepConflict(Precondition):
     reason = "STEP_CONFLICT"
 
 
-class StepHeld(Precondition):
-    """A held step must be sampled before the next plan."""
+class RowNotHeld(Precondition):
+    """Sample names a row whose logits that step does not hold."""
 
-    reason = "STEP_HELD"
-
-
-class StepNotHeld(Precondition):
-    """Sample names a step that is not held."""
-
-    reason = "STEP_NOT_HELD"
+    reason = "ROW_NOT_HELD"
 
 
 class PlanMismatch(Precondition):

@@ -6,6 +6,7 @@ parallel by row; protos/twinplane/worker/v1/step.proto says what they mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -17,10 +18,10 @@ from worker_service.domain.columns import IntColumn
 CONTRACT_VERSION = 1
 
 
-class SamplingMode(Enum):
-    """What happens to the logits of rows that reach the end of their tokens."""
+class OutputKind(Enum):
+    """What becomes of the logits at the end of a sequence's tokens."""
 
-    INLINE = 1
+    SAMPLE = 1
     HOLD = 2
     NONE = 3
 
@@ -46,11 +47,14 @@ class SamplingParameters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedSequence:
-    """A sequence that enters the batch whole. `token_ids` int32 [n]; `block_ids` int32 [m]."""
+    """A sequence that enters the batch whole. `token_ids` int32 [n], of which the first
+    `prompt_token_count` are the prompt; `block_ids` int32 [m]."""
 
     row: int
     token_ids: IntColumn
+    prompt_token_count: int
     sampling: SamplingParameters
+    output: OutputKind
     block_ids: IntColumn
     computed_token_count: int
 
@@ -75,7 +79,8 @@ class ScheduledRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step. `fingerprint` digests the whole plan: equal plans have equal fingerprints."""
+    """One step. `fingerprint` digests the whole plan: equal plans have equal fingerprints. It is
+    a function because only a repeated step id asks for it."""
 
     epoch: int
     step_id: int
@@ -83,8 +88,7 @@ class StepPlan:
     removed_rows: IntColumn
     added: tuple[AddedSequence, ...]
     scheduled: ScheduledRows
-    sampling: SamplingMode
-    fingerprint: bytes
+    fingerprint: Callable[[], bytes]
 
 
 class RowFaultKind(Enum):
@@ -105,13 +109,18 @@ class RowFault:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """`rows`, `token_counts` int32 [sampled rows]; `tokens` int32 [sum of counts]; seconds."""
+    """What came of a step, or of the sampling of held rows.
+
+    `rows`, `token_counts` int32 [sampled rows]; `tokens` int32 [sum of counts]; `held_rows` int32,
+    those whose logits now wait; seconds.
+    """
 
     epoch: int
     step_id: int
     rows: IntColumn = field(default_factory=_empty)
     token_counts: IntColumn = field(default_factory=_empty)
     tokens: IntColumn = field(default_factory=_empty)
+    held_rows: IntColumn = field(default_factory=_empty)
     faults: tuple[RowFault, ...] = ()
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0
@@ -123,3 +132,13 @@ class GrammarMasks:
 
     rows: IntColumn
     bitmasks: npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SamplePlan:
+    """The sampling of rows that a step has held. `rows` int32 [n]; `masks` for some of them."""
+
+    epoch: int
+    step_id: int
+    rows: IntColumn
+    masks: GrammarMasks | None

@@ -24,8 +24,9 @@ from worker_service.domain.plan import (
     CONTRACT_VERSION,
     AddedSequence,
     GrammarMasks,
+    OutputKind,
     RowFaultKind,
-    SamplingMode,
+    SamplePlan,
     SamplingParameters,
     ScheduledRows,
     StepPlan,
@@ -55,17 +56,25 @@ def forward_from_pb(request: model_runner_pb2.ForwardRequest) -> StepPlan:
             for index, sequence in enumerate(plan.added)
         ),
         scheduled=_scheduled_from_pb(plan.scheduled),
-        sampling=_sampling_mode_from_pb(plan.sampling),
-        fingerprint=_fingerprint(plan),
+        fingerprint=lambda: _fingerprint(plan),
     )
 
 
-def masks_from_pb(
-    request: model_runner_pb2.SampleRequest, vocabulary_size: int
-) -> GrammarMasks | None:
-    """The masks of a request, None when no row has one. Raises PlanInvalid."""
+def sample_from_pb(request: model_runner_pb2.SampleRequest, vocabulary_size: int) -> SamplePlan:
+    """The held rows that a request samples. Raises PlanInvalid."""
     _refuse_unknown_fields("sample", request)
-    masks = request.grammar_masks
+    rows = _column("rows", request.rows)
+    if not rows.size:
+        raise PlanInvalid("rows", "missing")
+    if np.unique(rows).size != rows.size:
+        raise PlanInvalid("rows", "must be distinct")
+    masks = _masks_from_pb(request.grammar_masks, vocabulary_size)
+    if masks is not None and not np.isin(masks.rows, rows).all():
+        raise PlanInvalid("grammar_masks.rows", "must be among the rows that are sampled")
+    return SamplePlan(request.epoch, request.step_id, rows, masks)
+
+
+def _masks_from_pb(masks: step_pb2.GrammarMasks, vocabulary_size: int) -> GrammarMasks | None:
     rows = _column("grammar_masks.rows", masks.rows)
     words = -(-vocabulary_size // 32)
     expected = rows.size * words * 4
@@ -76,6 +85,8 @@ def masks_from_pb(
         )
     if not rows.size:
         return None
+    if np.unique(rows).size != rows.size:
+        raise PlanInvalid("grammar_masks.rows", "must be distinct")
     bitmasks = np.frombuffer(masks.bitmasks, dtype="<u4").reshape(rows.size, words)
     return GrammarMasks(rows, bitmasks.astype(np.uint32, copy=False))
 
@@ -89,6 +100,7 @@ def result_to_pb(result: StepResult) -> step_pb2.StepResult:
         rows=result.rows.tolist(),
         token_counts=None if (counts == 1).all() else counts.tolist(),
         tokens=result.tokens.tolist(),
+        held_rows=result.held_rows.tolist(),
         faults=[
             step_pb2.RowFault(
                 row=fault.row, kind=_fault_kind_to_pb(fault.kind), detail=fault.detail
@@ -188,6 +200,7 @@ def _added_from_pb(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence
     return AddedSequence(
         row=_int32(f"{path}.row", sequence.row),
         token_ids=_column(f"{path}.token_ids", sequence.token_ids),
+        prompt_token_count=_int32(f"{path}.prompt_token_count", sequence.prompt_token_count),
         sampling=SamplingParameters(
             temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
             top_k=_int32(f"{path}.sampling.top_k", sampling.top_k),
@@ -195,6 +208,7 @@ def _added_from_pb(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence
             min_p=sampling.min_p,
             seed=sampling.seed,
         ),
+        output=_output_kind_from_pb(f"{path}.output", sequence.output),
         block_ids=_column(f"{path}.block_ids", sequence.block_ids),
         computed_token_count=_int32(f"{path}.computed_token_count", sequence.computed_token_count),
     )
@@ -272,16 +286,16 @@ def _layer_group_to_pb(group: LayerGroup) -> info_pb2.LayerGroup:
     )
 
 
-def _sampling_mode_from_pb(mode: step_pb2.SamplingMode) -> SamplingMode:
-    match mode:
-        case step_pb2.SAMPLING_MODE_INLINE:
-            return SamplingMode.INLINE
-        case step_pb2.SAMPLING_MODE_HOLD:
-            return SamplingMode.HOLD
-        case step_pb2.SAMPLING_MODE_NONE:
-            return SamplingMode.NONE
+def _output_kind_from_pb(path: str, kind: step_pb2.OutputKind) -> OutputKind:
+    match kind:
+        case step_pb2.OUTPUT_KIND_SAMPLE:
+            return OutputKind.SAMPLE
+        case step_pb2.OUTPUT_KIND_HOLD:
+            return OutputKind.HOLD
+        case step_pb2.OUTPUT_KIND_NONE:
+            return OutputKind.NONE
         case _:  # unspecified, or of a newer contract: proto3 enums are open
-            raise PlanInvalid("plan.sampling", f"{mode} is no sampling mode of this contract")
+            raise PlanInvalid(path, f"{kind} is no output kind of this contract")
 
 
 def _fault_kind_to_pb(kind: RowFaultKind) -> step_pb2.RowFaultKind:
@@ -324,5 +338,7 @@ def _feature_to_pb(feature: Feature) -> info_pb2.Feature:
             return info_pb2.FEATURE_HELD_SAMPLING
         case Feature.BATCH_INVARIANT:
             return info_pb2.FEATURE_BATCH_INVARIANT
+        case Feature.DRAFT_VERIFICATION:
+            return info_pb2.FEATURE_DRAFT_VERIFICATION
         case _:
             assert_never(feature)

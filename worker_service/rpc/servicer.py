@@ -87,7 +87,7 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     async def Sample(  # noqa: N802
         self, request: model_runner_pb2.SampleRequest, context: _Context
     ) -> model_runner_pb2.SampleResponse:
-        """The held step."""
+        """Held rows."""
         try:
             result = await (await self._submit_sample(request, Pipeline()))
         except WorkerError as error:
@@ -159,8 +159,9 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         self, request: model_runner_pb2.SampleRequest, pipeline: Pipeline
     ) -> asyncio.Future[StepResult]:
         vocabulary_size = self._facade.worker_info().capability.model.vocabulary_size
-        masks = convert.masks_from_pb(request, vocabulary_size)
-        return await self._facade.submit_sample(request.epoch, request.step_id, masks, pipeline)
+        return await self._facade.submit_sample(
+            convert.sample_from_pb(request, vocabulary_size), pipeline
+        )
 
 
 def _response(kind: str, result: Any) -> model_runner_pb2.ExecuteResponse:

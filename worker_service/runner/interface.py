@@ -1,15 +1,46 @@
-"""What the facade asks of a runner."""
+"""What the facade asks of a runner: a step is launched now and collected when it is done.
+
+Weights, adapters, sleep and pooling get protocols of their own, not more methods on this one.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from worker_service.domain.capability import Capability, MemoryPool
-from worker_service.domain.plan import GrammarMasks, StepPlan, StepResult
+from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+
+
+class PendingStep(Protocol):
+    """A launched step. The device may still work on it while later steps are launched."""
+
+    def is_ready(self) -> bool:
+        """Whether `result` would not wait."""
+        ...
+
+    def result(self) -> StepResult:
+        """What came of the step; waits for it. Raises whatever the device raises, each time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompletedStep:
+    """A PendingStep of a runner that computes at launch, as the CPU's do."""
+
+    completed: StepResult
+
+    def is_ready(self) -> bool:
+        """Always."""
+        return True
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        return self.completed
 
 
 class Runner(Protocol):
-    """What the facade owns: executes plans one at a time, on the thread that owns the device.
+    """Executes plans one after another, on the thread that owns the device.
 
     The real one is runner.model_runner.ModelRunner; simulated.runner.SimulatedRunner has no model.
     """
@@ -23,13 +54,19 @@ class Runner(Protocol):
         ...
 
     def reset(self) -> None:
-        """Clears the persistent batch and any held step: a new epoch begins."""
+        """Clears the persistent batch and the held rows: a new epoch begins."""
         ...
 
-    def forward(self, plan: StepPlan) -> StepResult:
-        """Applies and executes a plan. Raises PlanInvalid or PlanMismatch with nothing changed."""
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Applies a plan and starts it behind the steps launched before.
+
+        Raises PlanInvalid or PlanMismatch with nothing changed.
+        """
         ...
 
-    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
-        """Samples the step that forward held. Raises PlanInvalid for masks that do not fit it."""
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        """Starts the sampling of held rows.
+
+        Raises RowNotHeld, or PlanInvalid for masks that do not fit, with nothing changed.
+        """
         ...

@@ -6,7 +6,7 @@ a step's inputs, the forward pass runs them, the sampler draws.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,32 +19,39 @@ from worker_service.domain.plan import (
     GrammarMasks,
     RowFault,
     RowFaultKind,
-    SamplingMode,
+    SamplePlan,
     StepPlan,
     StepResult,
 )
 from worker_service.runner.device import free_bytes
 from worker_service.runner.forward_pass import ForwardPass
+from worker_service.runner.held_logits import HeldLogits
 from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.sampler import MaskBatch, SamplingBatch, sample
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _PendingLogits:
-    """Logits [S, vocabulary] of a step that is not sampled yet, and its `rows` and the new tokens'
+class _Logits:
+    """Logits [S, vocabulary] that are not sampled yet, their `rows` and the new tokens'
     `positions`, int32 [S]."""
 
-    epoch: int
-    step_id: int
-    logits: torch.Tensor
+    values: torch.Tensor
     rows: IntColumn
     positions: IntColumn
 
+    def take(self, members: npt.NDArray[np.bool_]) -> _Logits:
+        """Those of some rows, by a mask [S]."""
+        chosen = torch.from_numpy(np.flatnonzero(members)).to(self.values.device)
+        return _Logits(
+            self.values.index_select(0, chosen), self.rows[members], self.positions[members]
+        )
+
 
 class ModelRunner:
-    """domain.Runner on a device. Not thread-safe but for `capability`: one thread owns it."""
+    """interface.Runner on a device. Not thread-safe but for `capability`: one thread owns it."""
 
     def __init__(
         self,
@@ -61,7 +68,7 @@ class ModelRunner:
         self._state = RequestState(
             capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
         )
-        self._held: _PendingLogits | None = None
+        self._held = HeldLogits()
 
     def capability(self) -> Capability:
         return self._capability
@@ -81,30 +88,34 @@ class ModelRunner:
 
     def reset(self) -> None:
         self._state.reset()
-        self._held = None
+        self._held.clear()
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan) -> StepResult:
-        assert self._held is None, "the facade samples a held step before the next plan"
-        self._state.apply(plan)
+    def launch(self, plan: StepPlan) -> PendingStep:
+        state, rows = self._state, plan.scheduled.rows
+        state.apply(plan)
+        self._held.drop(plan.removed_rows.tolist())
+        self._held.drop(rows.tolist())
         self._forward_pass.take_blocks(plan)
-        pending = self._compute(plan)
-        match plan.sampling:
-            case SamplingMode.INLINE:
-                return self._sample(pending, None)
-            case SamplingMode.HOLD:
-                self._held = pending
-            case SamplingMode.NONE:
-                pass
-        return StepResult(plan.epoch, plan.step_id)
+        if not rows.size:
+            return CompletedStep(StepResult(plan.epoch, plan.step_id))
+        logits = self._compute(plan)
+        held = state.held(logits.rows)
+        if not held.any():
+            return CompletedStep(self._sample(plan.epoch, plan.step_id, logits, None))
+        waiting = logits.take(held)
+        self._held.hold(waiting.rows, waiting.values)
+        state.record_held(waiting.rows, plan.step_id)
+        result = self._sample(plan.epoch, plan.step_id, logits.take(~held), None)
+        return CompletedStep(replace(result, held_rows=waiting.rows))
 
     @torch.inference_mode()
-    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
-        held = self._held
-        assert held is not None and held.step_id == step_id, "the facade samples held steps only"
-        checked = None if masks is None else self._check_masks(masks, held.rows)
-        self._held = None
-        return self._sample(held, checked)
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        state, rows = self._state, plan.rows
+        state.require_held(rows, plan.step_id)
+        masks = None if plan.masks is None else self._check_masks(plan.masks, rows)
+        logits = _Logits(self._held.take(rows), rows, state.known_counts[rows])
+        return CompletedStep(self._sample(plan.epoch, plan.step_id, logits, masks))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -128,42 +139,38 @@ class ModelRunner:
             )
         self._cache.clear_null_block()
 
-    def _compute(self, plan: StepPlan) -> _PendingLogits:
-        """Runs an applied plan."""
-        none = np.empty(0, dtype=np.int32)
-        if not plan.scheduled.rows.size:
-            logits = torch.empty((0, self._vocabulary_size), device=self._device)
-            return _PendingLogits(plan.epoch, plan.step_id, logits, none, none)
+    def _compute(self, plan: StepPlan) -> _Logits:
+        """Runs an applied plan that schedules rows."""
         batch = prepare(plan, self._state)
         logits = self._forward_pass.run(batch)
         self._state.advance(plan.scheduled)
-        return _PendingLogits(
-            plan.epoch, plan.step_id, logits, batch.sampled_rows, batch.sampled_positions
-        )
+        return _Logits(logits, batch.sampled_rows, batch.sampled_positions)
 
-    def _sample(self, pending: _PendingLogits, masks: MaskBatch | None) -> StepResult:
-        rows, state = pending.rows, self._state
+    def _sample(
+        self, epoch: int, step_id: int, logits: _Logits, masks: MaskBatch | None
+    ) -> StepResult:
+        rows, state = logits.rows, self._state
         if not rows.size:
-            return StepResult(pending.epoch, pending.step_id)
+            return StepResult(epoch, step_id)
         sampled = sample(
-            pending.logits,
+            logits.values,
             SamplingBatch(
                 temperature=state.temperature[rows],
                 top_k=state.top_k[rows],
                 top_p=state.top_p[rows],
                 min_p=state.min_p[rows],
                 seeds=state.seed[rows],
-                positions=pending.positions,
+                positions=logits.positions,
             ),
             masks,
         )
         sound = ~(sampled.invalid_logits | sampled.empty_mask)
         tokens = sampled.tokens[sound]
-        state.record_sampled(rows[sound], tokens, pending.step_id)
-        state.record_faults(rows[~sound], pending.step_id)
+        state.record_sampled(rows[sound], tokens, step_id)
+        state.record_faults(rows[~sound], step_id)
         return StepResult(
-            epoch=pending.epoch,
-            step_id=pending.step_id,
+            epoch=epoch,
+            step_id=step_id,
             rows=rows[sound],
             token_counts=np.ones(tokens.size, dtype=np.int32),
             tokens=tokens,
@@ -178,7 +185,7 @@ class ModelRunner:
         )
 
     def _check_masks(self, masks: GrammarMasks, rows: IntColumn) -> MaskBatch:
-        """Finds each masked row among the held ones. Raises PlanInvalid for masks unlike them."""
+        """Finds each masked row among those that are sampled. Raises PlanInvalid for others."""
         path = "grammar_masks"
         words = -(-self._vocabulary_size // 32)
         if masks.bitmasks.shape != (masks.rows.size, words):
@@ -188,7 +195,7 @@ class ModelRunner:
         if np.unique(masks.rows).size != masks.rows.size:
             raise PlanInvalid(f"{path}.rows", "must be distinct")
         if not np.isin(masks.rows, rows).all():
-            raise PlanInvalid(f"{path}.rows", "must be rows that the held step samples")
+            raise PlanInvalid(f"{path}.rows", "must be among the rows that are sampled")
         order = np.argsort(rows)
         indices: npt.NDArray[np.int64] = order[np.searchsorted(rows, masks.rows, sorter=order)]
         return MaskBatch(indices, masks.bitmasks)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from worker_service.domain.capability import Limits
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
-from worker_service.domain.errors import PlanInvalid, PlanMismatch
-from worker_service.domain.plan import AddedSequence, SamplingMode, ScheduledRows, StepPlan
+from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
+from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
 
 BoolColumn = npt.NDArray[np.bool_]
 
@@ -23,7 +23,9 @@ class RequestState:
 
     Columns, one entry per row: `active` bool; `known_counts` int32, tokens held in `token_ids`;
     `computed_counts` int32, tokens whose KV is written; `sampled_tokens` int32 with
-    `sampled_steps` int64, the last sampled token and its step (0: none); `block_counts` int32;
+    `sampled_steps` int64, the last sampled token and its step (0: none); `prompt_counts` int32,
+    leading tokens that are the prompt; `outputs` int8, values of OutputKind; `held_steps` int64,
+    the step whose logits wait for Sample (0: none); `block_counts` int32;
     `temperature`, `top_p`, `min_p` float32; `top_k` int32; `seed` uint64. `token_ids` int32
     [rows, max_sequence_token_count]; `block_tables` int32 [rows, max_blocks], padded with the
     null block.
@@ -47,6 +49,9 @@ class RequestState:
         self.block_counts = np.zeros(rows, dtype=np.int32)
         self.sampled_tokens = np.zeros(rows, dtype=np.int32)
         self.sampled_steps = np.zeros(rows, dtype=np.int64)
+        self.prompt_counts = np.zeros(rows, dtype=np.int32)
+        self.outputs = np.zeros(rows, dtype=np.int8)
+        self.held_steps = np.zeros(rows, dtype=np.int64)
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_k = np.zeros(rows, dtype=np.int32)
         self.top_p = np.ones(rows, dtype=np.float32)
@@ -75,6 +80,8 @@ class RequestState:
             self._add(sequence)
         scheduled = plan.scheduled
         if scheduled.rows.size:
+            # Whoever schedules a held row has a token for it: its logits are not needed any more.
+            self.held_steps[scheduled.rows] = 0
             self._append_blocks(scheduled)
             self._append_tokens(scheduled)
 
@@ -83,23 +90,42 @@ class RequestState:
         self.computed_counts[scheduled.rows] = scheduled.start_positions + scheduled.token_counts
 
     def sampling_indices(self, plan: StepPlan) -> IntColumn:
-        """Indices into the scheduled rows of those that reach the end of their known tokens."""
-        if plan.sampling is SamplingMode.NONE or not plan.scheduled.rows.size:
-            return np.empty(0, dtype=np.int32)
+        """Indices into the scheduled rows of those whose logits are wanted: they reach the end of
+        their known tokens, and their sequence wants more than KV."""
         scheduled = plan.scheduled
+        rows = scheduled.rows
         ends = scheduled.start_positions + scheduled.token_counts
-        return np.flatnonzero(ends == self.known_counts[scheduled.rows]).astype(np.int32)
+        wanted = (ends == self.known_counts[rows]) & (self.outputs[rows] != OutputKind.NONE.value)
+        return np.flatnonzero(wanted).astype(np.int32)
+
+    def held(self, rows: IntColumn) -> BoolColumn:
+        """Which of the rows want their logits held; bool, of the rows' length."""
+        held: BoolColumn = self.outputs[rows] == OutputKind.HOLD.value
+        return held
+
+    def record_held(self, rows: IntColumn, step_id: int) -> None:
+        """The rows wait for Sample. They do so until they are sampled, scheduled or removed."""
+        self.held_steps[rows] = step_id
+
+    def require_held(self, rows: IntColumn, step_id: int) -> None:
+        """Raises RowNotHeld unless the step holds every one of the rows."""
+        known = (rows >= 0) & (rows < self.active.size)
+        wrong = ~known
+        wrong[known] = self.held_steps[rows[known]] != step_id
+        if wrong.any():
+            raise RowNotHeld(f"step {step_id} does not hold row {_first(rows[wrong])}")
 
     def record_sampled(self, rows: IntColumn, tokens: IntColumn, step_id: int) -> None:
         """Keeps the tokens sampled by a step, for plans that name them as their source."""
         self.sampled_tokens[rows] = tokens
         self.sampled_steps[rows] = step_id
+        self.held_steps[rows] = 0
 
     def record_faults(self, rows: IntColumn, step_id: int) -> None:
         """Keeps a placeholder for rows that failed in a step.
 
         A plan that was sent before the fault was known may name the step as their source. Refusing
-        it would punish the other rows; what comes of these means nothing to anybody.
+        it would punish the other rows; the tokens of these are undefined and must be ignored.
         """
         self.record_sampled(rows, np.zeros_like(rows), step_id)
 
@@ -134,6 +160,8 @@ class RequestState:
                     f"{count} tokens; 1 to {self.limits.max_sequence_token_count} are possible",
                 )
             self._require_tokens(f"{path}.token_ids", sequence.token_ids)
+            if not 1 <= sequence.prompt_token_count <= count:
+                raise PlanInvalid(f"{path}.prompt_token_count", f"must be in [1, {count}]")
             self._require_blocks(f"{path}.block_ids", sequence.block_ids)
             if sequence.block_ids.size > self.max_blocks:
                 raise PlanInvalid(f"{path}.block_ids", f"more than {self.max_blocks} blocks")
@@ -272,6 +300,7 @@ class RequestState:
         self.computed_counts[rows] = 0
         self.block_counts[rows] = 0
         self.sampled_steps[rows] = 0
+        self.held_steps[rows] = 0
         self.block_tables[rows] = NULL_BLOCK
 
     def _add(self, sequence: AddedSequence) -> None:
@@ -283,6 +312,8 @@ class RequestState:
         self.block_tables[row, : sequence.block_ids.size] = sequence.block_ids
         self.block_counts[row] = sequence.block_ids.size
         self.sampled_steps[row] = 0
+        self.prompt_counts[row] = sequence.prompt_token_count
+        self.outputs[row] = sequence.output.value
         self.temperature[row] = sequence.sampling.temperature
         # A larger top_k keeps every token, and may not fit the column.
         self.top_k[row] = min(sequence.sampling.top_k, self.vocabulary_size)

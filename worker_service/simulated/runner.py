@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,13 +32,14 @@ from worker_service.domain.plan import (
     GrammarMasks,
     RowFault,
     RowFaultKind,
-    SamplingMode,
+    SamplePlan,
     SamplingParameters,
     StepPlan,
     StepResult,
     WeightVersion,
 )
 from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.request_state import RequestState
 
 _Words = npt.NDArray[np.uint64]
@@ -84,16 +85,14 @@ class SimulatedModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Held:
-    """A held step's stand-in for logits: `preferences` uint64 [rows]. Faulty rows get no token."""
+    """A held row's stand-in for logits. A faulty row gets no token."""
 
-    epoch: int
-    rows: IntColumn
-    preferences: _Words
-    faulty_rows: IntColumn
+    preference: np.uint64
+    fault: RowFault | None
 
 
 class SimulatedRunner:
-    """domain.Runner. `sleep` and `clock` are in seconds.
+    """runner.interface.Runner. `sleep` and `clock` are in seconds.
 
     `provoke` is called on the device thread with each plan once it is applied: what it raises, the
     step raises; rows it returns faults for get no token.
@@ -118,7 +117,7 @@ class SimulatedRunner:
         )
         # No plan may write to the null block, so it stays zero and padding adds nothing.
         self._kv: _Words = np.zeros((model.block_count, model.block_size), dtype=np.uint64)
-        self._held: _Held | None = None
+        self._held: dict[int, _Held] = {}
         content = f"twinplane simulated model, vocabulary {model.vocabulary_size}"
         self._weight_version = WeightVersion(1, hashlib.sha256(content.encode()).hexdigest())
 
@@ -150,11 +149,13 @@ class SimulatedRunner:
 
     def reset(self) -> None:
         self._state.reset()
-        self._held = None
+        self._held.clear()
 
-    def forward(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> PendingStep:
         started = self._clock()
         self._state.apply(plan)
+        for row in (*plan.removed_rows.tolist(), *plan.scheduled.rows.tolist()):
+            self._held.pop(row, None)
         faults = tuple(self._provoke(plan))
         rows, preferences = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint64)
         latency = 0.0
@@ -164,38 +165,47 @@ class SimulatedRunner:
             self._state.advance(plan.scheduled)
             rows, preferences = batch.sampled_rows, self._preferences(batch)
             latency = self._latency.of(batch)
-        faulty_rows = _rows_of(faults)
-        if plan.sampling is SamplingMode.HOLD:
-            self._held = _Held(plan.epoch, rows, preferences, faulty_rows)
-            result = StepResult(plan.epoch, plan.step_id, faults=faults)
-        else:
-            sound = ~np.isin(rows, faulty_rows)
-            tokens = self._choose(preferences[sound])
-            result = self._sampled(plan.epoch, plan.step_id, rows[sound], tokens, faults)
+        held = self._state.held(rows)
+        self._hold(rows[held], preferences[held], faults, plan.step_id)
+        faults = tuple(fault for fault in faults if fault.row not in self._held)
+        sound = ~held & ~np.isin(rows, _rows_of(faults))
+        tokens = self._choose(preferences[sound])
+        result = self._sampled(plan.epoch, plan.step_id, rows[sound], tokens, faults)
+        result = replace(result, held_rows=rows[held])
         remaining = started + latency - self._clock()
         if latency > 0 and remaining > 0:
             self._sleep(remaining)
-        return result
+        return CompletedStep(result)
 
-    def sample(self, step_id: int, masks: GrammarMasks | None) -> StepResult:
-        held = self._held
-        assert held is not None, "the facade samples held steps only"
-        tokens = self._choose(held.preferences)
-        sound = ~np.isin(held.rows, held.faulty_rows)
-        faults: list[RowFault] = []
-        if masks is not None:
-            indices = _mask_indices(masks, held.rows).tolist()
-            for index, bitmask in zip(indices, masks.bitmasks, strict=True):
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        rows = plan.rows
+        self._state.require_held(rows, plan.step_id)
+        indices = [] if plan.masks is None else _mask_indices(plan.masks, rows).tolist()
+        held = [self._held.pop(row) for row in rows.tolist()]
+        tokens = self._choose(np.array([each.preference for each in held], dtype=np.uint64))
+        faults = {each.fault.row: each.fault for each in held if each.fault is not None}
+        if plan.masks is not None:
+            for index, bitmask in zip(indices, plan.masks.bitmasks, strict=True):
                 token = self._first_allowed(int(tokens[index]), bitmask)
+                row = int(rows[index])
                 if token is not None:
                     tokens[index] = token
-                elif sound[index]:
-                    sound[index] = False
-                    row = int(held.rows[index])
-                    faults.append(RowFault(row, RowFaultKind.EMPTY_MASK, "no token is allowed"))
-        self._held = None
-        rows, tokens = held.rows[sound], tokens[sound]
-        return self._sampled(held.epoch, step_id, rows, tokens, tuple(faults))
+                elif row not in faults:
+                    faults[row] = RowFault(row, RowFaultKind.EMPTY_MASK, "no token is allowed")
+        sound = ~np.isin(rows, list(faults))
+        return CompletedStep(
+            self._sampled(
+                plan.epoch, plan.step_id, rows[sound], tokens[sound], tuple(faults.values())
+            )
+        )
+
+    def _hold(
+        self, rows: IntColumn, preferences: _Words, faults: Sequence[RowFault], step_id: int
+    ) -> None:
+        by_row = {fault.row: fault for fault in faults}
+        for row, preference in zip(rows.tolist(), preferences, strict=True):
+            self._held[row] = _Held(preference, by_row.get(row))
+        self._state.record_held(rows, step_id)
 
     def _sampled(
         self,
@@ -207,7 +217,7 @@ class SimulatedRunner:
     ) -> StepResult:
         self._state.record_sampled(rows, tokens, step_id)
         self._state.record_faults(_rows_of(faults), step_id)
-        return StepResult(epoch, step_id, rows, np.ones_like(rows), tokens, faults)
+        return StepResult(epoch, step_id, rows, np.ones_like(rows), tokens, faults=faults)
 
     def _preferences(self, batch: InputBatch) -> _Words:
         """uint64 [sampled rows]: a hash of each row's KV as its block table finds it."""
@@ -292,10 +302,10 @@ def _rows_of(faults: Sequence[RowFault]) -> IntColumn:
 
 
 def _mask_indices(masks: GrammarMasks, rows: IntColumn) -> IntColumn:
-    """Where each masked row is among the held ones. Raises PlanInvalid for others and for twins."""
+    """Where each masked row is among those sampled. Raises PlanInvalid for others and for twins."""
     order = np.argsort(rows)
     if np.unique(masks.rows).size != masks.rows.size:
         raise PlanInvalid("grammar_masks.rows", "must be distinct")
     if not np.isin(masks.rows, rows).all():
-        raise PlanInvalid("grammar_masks.rows", "must be rows that the held step samples")
+        raise PlanInvalid("grammar_masks.rows", "must be among the rows that are sampled")
     return order[np.searchsorted(rows, masks.rows, sorter=order)].astype(np.int32)

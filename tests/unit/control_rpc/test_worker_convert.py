@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,15 +11,23 @@ import pytest
 from control_plane.core.plan import (
     AddedSequence,
     BlockId,
+    GrammarMasks,
+    OutputKind,
     Row,
     RowFault,
-    SamplingMode,
+    SamplePlan,
     ScheduledRows,
     StepPlan,
     WeightVersion,
 )
 from control_plane.core.request import SamplingParams
-from control_plane.rpc.convert import info_from_pb, plan_to_pb, pool_from_pb, result_from_pb
+from control_plane.rpc.convert import (
+    info_from_pb,
+    plan_to_pb,
+    pool_from_pb,
+    result_from_pb,
+    sample_to_pb,
+)
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 from worker_service.domain import plan as domain
 from worker_service.rpc import convert as worker_convert
@@ -34,7 +43,6 @@ def plan(scheduled: ScheduledRows, **changes: object) -> StepPlan:
         "removed_rows": [],
         "added": [],
         "scheduled": scheduled,
-        "sampling": SamplingMode.INLINE,
     }
     return StepPlan(**(values | changes))  # type: ignore[arg-type]
 
@@ -74,6 +82,8 @@ def test_the_worker_reads_what_was_planned() -> None:
     added = AddedSequence(
         row=Row(4),
         token_ids=[rng.randrange(49152) for _ in range(5)],
+        prompt_token_count=3,
+        output=OutputKind.SAMPLE,
         sampling=SamplingParams(temperature=0.5, top_k=40, top_p=0.75, min_p=0.125),
         seed=2**64 - 1,
         block_ids=[BlockId(3)],
@@ -84,7 +94,6 @@ def test_the_worker_reads_what_was_planned() -> None:
     assert (read.epoch, read.step_id) == (7, 1234)
     assert (read.weight_version.generation, read.weight_version.digest) == (3, "d" * 64)
     assert read.removed_rows.tolist() == [1, 2]
-    assert read.sampling is domain.SamplingMode.INLINE
     for name in domain.ScheduledRows.__slots__:
         assert getattr(read.scheduled, name).tolist() == getattr(scheduled, name), name
     (sequence,) = read.added
@@ -125,15 +134,31 @@ def test_a_plan_that_only_removes_has_no_scheduled_rows() -> None:
     assert as_worker_reads(plan(ScheduledRows(), removed_rows=[Row(3)])).scheduled.rows.size == 0
 
 
-@pytest.mark.parametrize("mode", list(SamplingMode))
-def test_sampling_modes_mean_the_same_on_both_sides(mode: SamplingMode) -> None:
-    read = as_worker_reads(plan(decode_rows(1, random.Random(3)), sampling=mode))
-    assert read.sampling.name == mode.name
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_output_kinds_mean_the_same_on_both_sides(kind: OutputKind) -> None:
+    added = AddedSequence(Row(0), [1, 2, 3], 2, SamplingParams(), 0, kind, [], 0)
+    (sequence,) = as_worker_reads(plan(ScheduledRows(), added=[added])).added
+    assert (sequence.output.name, sequence.prompt_token_count) == (kind.name, 2)
+
+
+def test_the_sampling_of_held_rows_is_read_as_it_was_meant() -> None:
+    sent = SamplePlan(7, 9, [Row(3), Row(1)], GrammarMasks([Row(1)], bytes(range(8))))
+    wire = sample_to_pb(sent).SerializeToString()
+    read = worker_convert.sample_from_pb(
+        model_runner_pb2.SampleRequest.FromString(wire), vocabulary_size=50
+    )
+    assert (read.epoch, read.step_id, read.rows.tolist()) == (7, 9, [3, 1])
+    assert read.masks is not None
+    assert read.masks.rows.tolist() == [1]
+    assert read.masks.bitmasks.tolist() == [[0x03020100, 0x07060504]]
+    free = worker_convert.sample_from_pb(sample_to_pb(replace(sent, masks=None)), 50)
+    assert free.masks is None
 
 
 def test_a_greedy_temperature_survives() -> None:
     """0 is not unset."""
-    added = AddedSequence(Row(0), [1], SamplingParams(temperature=0.0), 0, [], 0)
+    sampling = SamplingParams(temperature=0.0)
+    added = AddedSequence(Row(0), [1], 1, sampling, 0, OutputKind.SAMPLE, [], 0)
     (sequence,) = as_worker_reads(plan(ScheduledRows(), added=[added])).added
     assert sequence.sampling.temperature == 0.0
     assert sequence.sampling.seed == 0

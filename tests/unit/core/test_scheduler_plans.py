@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.core.events import FinishReason
-from control_plane.core.plan import AddedSequence, Row, SamplingMode, WeightVersion
+from control_plane.core.plan import AddedSequence, OutputKind, Row, WeightVersion
 from control_plane.core.request import RequestId, SamplingParams
 from tests.support.core_requests import (
     WEIGHTS,
@@ -31,8 +31,8 @@ def test_a_prompt_is_added_whole_and_then_decodes_with_literal_tokens() -> None:
     scheduler.submit(request("a", [5, 6, 7]))
     first = planned(scheduler)
     assert (first.epoch, first.step_id, first.weight_version) == (7, 1, WEIGHTS)
-    assert first.sampling is SamplingMode.INLINE
-    assert first.added == [AddedSequence(Row(0), [5, 6, 7], SamplingParams(0.0), 1, [], 0)]
+    sampled = (SamplingParams(0.0), 1, OutputKind.SAMPLE)
+    assert first.added == [AddedSequence(Row(0), [5, 6, 7], 3, *sampled, [], 0)]
     assert table(first) == [(0, 0, 3, 0, [], [1])]
     assert scheduler.schedule(0.0) is None, "one step in flight is all the synchronous mode has"
 

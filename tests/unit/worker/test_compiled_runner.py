@@ -15,7 +15,7 @@ from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import VOCABULARY
 from worker_service.domain.capability import DataType, Feature
-from worker_service.domain.plan import SamplingMode, SamplingParameters
+from worker_service.domain.plan import OutputKind, SamplingParameters
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization
 
@@ -63,16 +63,14 @@ def held_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> 
     others', all last tokens in one step."""
     rig = RunnerRig(runner)
     for row, prompt in rows.items():
-        rig.add(row, prompt)
+        rig.add(row, prompt, output=OutputKind.HOLD)
     while counts := {
         row: min(chunk, rig.remaining(row) - 1) for row in rows if rig.remaining(row) > 1
     }:
-        rig.step(counts, SamplingMode.NONE)
-    rig.step(dict.fromkeys(rows, 1), SamplingMode.HOLD)
-    held = runner._held
-    assert held is not None
-    logits = held.logits.clone()
-    runner.sample(rig.step_id, None)
+        rig.step(counts)
+    held = rig.step(dict.fromkeys(rows, 1)).held_rows
+    logits = runner._held.take(held)
+    runner.reset()
     return logits
 
 
@@ -107,15 +105,14 @@ def test_holding_and_sampling_equals_inline(numbers: str, folders: dict[str, Pat
     ]
     rig = RunnerRig(runner)
     for row, prompt in enumerate(PROMPTS):
-        rig.add(row, prompt, SAMPLED[row])
+        rig.add(row, prompt, SAMPLED[row], output=OutputKind.HOLD)
     while any(rig.remaining(row) > 1 for row in rig.rows):
         rig.step(
-            {row: min(30, rig.remaining(row) - 1) for row in rig.rows if rig.remaining(row) > 1},
-            SamplingMode.NONE,
+            {row: min(30, rig.remaining(row) - 1) for row in rig.rows if rig.remaining(row) > 1}
         )
     for _ in range(COUNT):
-        rig.step(dict.fromkeys(rig.rows, 1), SamplingMode.HOLD)
-        rig.take(runner.sample(rig.step_id, None))
+        held = rig.step(dict.fromkeys(rig.rows, 1)).held_rows
+        rig.sample(held.tolist())
     for row, prompt in enumerate(PROMPTS):
         assert rig.rows[row].tokens == prompt + expected[row]
 

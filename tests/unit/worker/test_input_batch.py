@@ -9,7 +9,7 @@ from tests.support.runner_rig import GREEDY, column
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import (
     AddedSequence,
-    SamplingMode,
+    OutputKind,
     ScheduledRows,
     StepPlan,
     WeightVersion,
@@ -32,7 +32,8 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
         start = data.draw(st.integers(0, length - 1))
         tokens = data.draw(st.lists(st.integers(0, 999), min_size=length, max_size=length))
         table = [next(blocks) for _ in range(-(-length // block_size))]
-        added.append(AddedSequence(row, column(tokens), GREEDY, column(table), start))
+        output = data.draw(st.sampled_from(OutputKind))
+        added.append(AddedSequence(row, column(tokens), 1, GREEDY, output, column(table), start))
         starts.append(start)
         counts.append(data.draw(st.integers(1, length - start)))
     zeros = column(0 for _ in rows)
@@ -45,8 +46,7 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
         ScheduledRows(
             column(rows), column(starts), column(counts), zeros, zeros, column([]), zeros
         ),
-        data.draw(st.sampled_from(SamplingMode)),
-        b"",
+        bytes,
     )
     state.apply(plan)
     batch = prepare(plan, state)
@@ -59,7 +59,7 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
             block = int(sequence.block_ids[position // block_size])
             slots.append(block * block_size + position % block_size)
         ends.append(ends[-1] + count)
-        if start + count == sequence.token_ids.size and plan.sampling is not SamplingMode.NONE:
+        if start + count == sequence.token_ids.size and sequence.output is not OutputKind.NONE:
             logit_indices.append(ends[-1] - 1)
             sampled.append((sequence.row, start + count))
     assert batch.token_ids.tolist() == token_ids

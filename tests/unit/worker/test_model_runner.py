@@ -19,8 +19,8 @@ from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import GREEDY, RunnerRig, column, generate
 from tests.support.tiny_llama import MAX_LENGTH, VOCABULARY
 from worker_service.domain.capability import DataType, DeviceKind, Feature
-from worker_service.domain.errors import PlanInvalid, PlanMismatch
-from worker_service.domain.plan import GrammarMasks, RowFaultKind, SamplingMode, SamplingParameters
+from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
+from worker_service.domain.plan import GrammarMasks, OutputKind, RowFaultKind, SamplingParameters
 from worker_service.load_errors import (
     BackendUnavailable,
     KVPoolTooLarge,
@@ -126,11 +126,11 @@ def test_holding_and_sampling_equals_inline(runner: ModelRunner) -> None:
     expected = generate(runner, PROMPTS, COUNT, SAMPLED)
     rig = RunnerRig(runner)
     for row, prompt in enumerate(PROMPTS):
-        rig.add(row, prompt, SAMPLED[row])
+        rig.add(row, prompt, SAMPLED[row], output=OutputKind.HOLD)
     for _ in range(COUNT):
-        held = rig.step({row: rig.remaining(row) for row in range(len(PROMPTS))}, SamplingMode.HOLD)
+        held = rig.step({row: rig.remaining(row) for row in range(len(PROMPTS))})
         assert (held.step_id, held.rows.size, held.tokens.size) == (rig.step_id, 0, 0)
-        rig.take(runner.sample(rig.step_id, None))
+        rig.sample(held.held_rows.tolist())
     for row, prompt in enumerate(PROMPTS):
         assert rig.rows[row].tokens == prompt + expected[row]
 
@@ -142,22 +142,41 @@ def test_masks_restrict_their_rows(runner: ModelRunner) -> None:
     free = rig.step({0: 30, 1: 1, 2: 7})
     rig = RunnerRig(runner)
     for row in range(3):
-        rig.add(row, PROMPTS[row])
-    rig.step({0: 30, 1: 1, 2: 7}, SamplingMode.HOLD)
+        rig.add(row, PROMPTS[row], output=OutputKind.HOLD)
+    rig.step({0: 30, 1: 1, 2: 7})
     bitmasks = np.zeros((2, -(-VOCABULARY // 32)), dtype=np.uint32)
     bitmasks[0, 130 // 32] = 1 << 130 % 32
-    result = runner.sample(rig.step_id, GrammarMasks(column([2, 0]), bitmasks))
+    result = rig.sample([0, 1, 2], GrammarMasks(column([2, 0]), bitmasks))
     assert result.rows.tolist() == [1, 2]
     assert result.tokens.tolist() == [free.tokens[1], 130]
     assert result.token_counts.tolist() == [1, 1]
     assert [(fault.row, fault.kind) for fault in result.faults] == [(0, RowFaultKind.EMPTY_MASK)]
 
 
-def test_masks_that_do_not_fit_are_refused_and_the_step_stays_held(runner: ModelRunner) -> None:
+def test_a_held_row_waits_while_the_others_go_on(runner: ModelRunner) -> None:
+    """Its logits outlive steps that use the runner's buffers again."""
+    expected = generate(runner, PROMPTS[:3], COUNT, SAMPLED[:3])
     rig = RunnerRig(runner)
-    rig.add(0, PROMPTS[0])
-    rig.add(2, PROMPTS[2])
-    rig.step({0: 30, 2: 3}, SamplingMode.HOLD)  # row 2 does not reach its end: it is not sampled
+    for row, output in enumerate((OutputKind.SAMPLE, OutputKind.HOLD, OutputKind.SAMPLE)):
+        rig.add(row, PROMPTS[row], SAMPLED[row], output=output)
+    step = rig.step({row: rig.remaining(row) for row in range(3)})
+    assert (step.rows.tolist(), step.held_rows.tolist()) == ([0, 2], [1])
+    held = rig.step_id
+    for _ in range(COUNT - 1):
+        rig.step({0: 1, 2: 1})
+    sampled = rig.sample([1], step_id=held)
+    assert (sampled.step_id, sampled.tokens.tolist()) == (held, expected[1][:1])
+    for row in (0, 2):
+        assert rig.rows[row].tokens == PROMPTS[row] + expected[row]
+    with pytest.raises(RowNotHeld):
+        rig.sample([1], step_id=held)
+
+
+def test_masks_that_do_not_fit_are_refused_and_the_row_stays_held(runner: ModelRunner) -> None:
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0], output=OutputKind.HOLD)
+    rig.add(2, PROMPTS[2], output=OutputKind.HOLD)
+    rig.step({0: 30, 2: 3})  # row 2 does not reach its end: it is not held
     words = -(-VOCABULARY // 32)
     for rows, width, field in (
         ([2], words, "grammar_masks.rows"),
@@ -168,17 +187,21 @@ def test_masks_that_do_not_fit_are_refused_and_the_step_stays_held(runner: Model
     ):
         bitmasks = np.full((len(rows), width), 0xFFFFFFFF, dtype=np.uint32)
         with pytest.raises(PlanInvalid) as raised:
-            runner.sample(rig.step_id, GrammarMasks(column(rows), bitmasks))
+            rig.sample([0], GrammarMasks(column(rows), bitmasks))
         assert raised.value.field_path == field
-    assert runner.sample(rig.step_id, None).rows.tolist() == [0]
+    with pytest.raises(RowNotHeld):
+        rig.sample([0, 2])
+    assert rig.sample([0]).rows.tolist() == [0]
 
 
-def test_unsampled_steps_compute_the_kv_only(runner: ModelRunner) -> None:
+def test_a_row_without_output_computes_the_kv_only(runner: ModelRunner) -> None:
     expected = generate(runner, PROMPTS[:1], 1)[0]
     rig = RunnerRig(runner)
-    rig.add(0, PROMPTS[0])
-    assert rig.step({0: 29}, SamplingMode.NONE).rows.size == 0
-    assert rig.step({0: 1}).tokens.tolist() == expected
+    rig.add(0, PROMPTS[0], output=OutputKind.NONE)
+    result = rig.step({0: 30})
+    assert result.rows.size == result.held_rows.size == 0
+    rig.add(1, PROMPTS[0], blocks=rig.rows[0].blocks[:7], computed=28)
+    assert rig.step({1: 2}).tokens.tolist() == expected
 
 
 def test_a_step_may_only_remove(runner: ModelRunner) -> None:
@@ -192,12 +215,6 @@ def test_a_step_may_only_remove(runner: ModelRunner) -> None:
     assert runner.memory_pool().used_block_count == 0
 
 
-def test_an_empty_held_step_is_sampled_like_any(runner: ModelRunner) -> None:
-    rig = RunnerRig(runner)
-    rig.step({}, SamplingMode.HOLD)
-    assert runner.sample(rig.step_id, None).tokens.size == 0
-
-
 def test_a_refused_plan_changes_nothing(runner: ModelRunner) -> None:
     expected = generate(runner, PROMPTS[:1], 3)[0]
     rig = RunnerRig(runner)
@@ -205,21 +222,23 @@ def test_a_refused_plan_changes_nothing(runner: ModelRunner) -> None:
     plan = rig.plan({0: 30})
     wrong = replace(plan, scheduled=replace(plan.scheduled, start_positions=column([1])))
     with pytest.raises(PlanMismatch):
-        runner.forward(wrong)
+        runner.launch(wrong)
     assert runner.memory_pool().used_block_count == 0
-    rig.take(runner.forward(plan))
+    rig.take(runner.launch(plan).result())
     rig.rows[0].computed = 30
     for _ in range(2):
         rig.step({0: 1})
     assert rig.rows[0].tokens == PROMPTS[0] + expected
 
 
-def test_reset_forgets_rows_and_the_held_step(runner: ModelRunner) -> None:
+def test_reset_forgets_rows_and_what_they_hold(runner: ModelRunner) -> None:
     expected = generate(runner, PROMPTS[:1], 2)
     rig = RunnerRig(runner)
-    rig.add(0, PROMPTS[3])
-    rig.step({0: 64}, SamplingMode.HOLD)
+    rig.add(0, PROMPTS[3], output=OutputKind.HOLD)
+    assert rig.step({0: rig.remaining(0)}).held_rows.tolist() == [0]
     runner.reset()
+    with pytest.raises(RowNotHeld):
+        rig.sample([0])
     assert runner.memory_pool().used_block_count == 0
     assert generate(runner, PROMPTS[:1], 2) == expected
 

@@ -15,7 +15,7 @@ from worker_service.domain.capability import Limits
 from worker_service.domain.errors import PlanInvalid, PlanMismatch
 from worker_service.domain.plan import (
     AddedSequence,
-    SamplingMode,
+    OutputKind,
     SamplingParameters,
     ScheduledRows,
     StepPlan,
@@ -37,8 +37,11 @@ def added(
     blocks: Sequence[int] = (),
     computed: int = 0,
     sampling: SamplingParameters = GREEDY,
+    output: OutputKind = OutputKind.SAMPLE,
 ) -> AddedSequence:
-    return AddedSequence(row, column(tokens), sampling, column(blocks), computed)
+    return AddedSequence(
+        row, column(tokens), len(tokens), sampling, output, column(blocks), computed
+    )
 
 
 def scheduled(rows: Sequence[int] = (), **columns: Sequence[int]) -> ScheduledRows:
@@ -62,7 +65,6 @@ def plan(
     add: Sequence[AddedSequence] = (),
     remove: Sequence[int] = (),
     run: ScheduledRows | None = None,
-    sampling: SamplingMode = SamplingMode.INLINE,
 ) -> StepPlan:
     return StepPlan(
         1,
@@ -71,8 +73,7 @@ def plan(
         column(remove),
         tuple(add),
         run or scheduled(),
-        sampling,
-        b"",
+        bytes,
     )
 
 
@@ -137,7 +138,14 @@ def test_rows_are_sampled_when_they_reach_their_end(state: RequestState) -> None
     both = plan(2, add=[added(2, [1] * 4, [1]), added(3, [1] * 4, [2])], run=run)
     state.apply(both)
     assert state.sampling_indices(both).tolist() == [1]
-    assert state.sampling_indices(replace(both, sampling=SamplingMode.NONE)).tolist() == []
+    unwanted = plan(
+        3,
+        remove=[2, 3],
+        add=[added(2, [1] * 4, [1]), added(3, [1] * 4, [2], output=OutputKind.NONE)],
+        run=run,
+    )
+    state.apply(unwanted)
+    assert state.sampling_indices(unwanted).tolist() == []
 
 
 def test_a_row_may_be_removed_and_taken_in_one_plan(state: RequestState) -> None:

@@ -11,7 +11,7 @@ from tests.support.worker_rig import MODEL, VOCABULARY, simulated_runner
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import (
     AddedSequence,
-    SamplingMode,
+    OutputKind,
     SamplingParameters,
     ScheduledRows,
     StepPlan,
@@ -49,17 +49,18 @@ def plan(step_id: int, added=(), rows=(), starts=(), counts=(), sources=None) ->
             appended_block_counts=zeros,
             appended_blocks=column(()),
         ),
-        sampling=SamplingMode.INLINE,
-        fingerprint=b"",
+        fingerprint=bytes,
     )
 
 
 def sequence(row, prompt, blocks, sampling=GREEDY, computed=0) -> AddedSequence:
-    return AddedSequence(row, column(prompt), sampling, column(blocks), computed)
+    return AddedSequence(
+        row, column(prompt), len(prompt), sampling, OutputKind.SAMPLE, column(blocks), computed
+    )
 
 
 def sampled(runner, *arguments, **keywords) -> list[int]:
-    return runner.forward(plan(*arguments, **keywords)).tokens.tolist()
+    return runner.launch(plan(*arguments, **keywords)).result().tokens.tolist()
 
 
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=30)
@@ -76,11 +77,11 @@ def test_tokens_do_not_depend_on_chunks_blocks_or_batch_mates(prompt, data) -> N
     while start < len(prompt):
         count = min(chunks[(step_id - 1) % len(chunks)], len(prompt) - start)
         added = [sequence(2, prompt, blocks[:10], SEEDED), mate] if start == 0 else []
-        result = runner.forward(
+        result = runner.launch(
             plan(step_id, added, [5, 2] if start == 0 else [2],
                  [0, start] if start == 0 else [start],
                  [8, count] if start == 0 else [count])
-        )  # fmt: skip
+        ).result()  # fmt: skip
         got = result.tokens[result.rows == 2].tolist()
         start, step_id = start + count, step_id + 1
     for _ in range(5):
@@ -150,11 +151,11 @@ def test_the_latency_is_what_the_model_says() -> None:
         clock=lambda: 0.0,
     )
     both = [sequence(0, PROMPT, [7, 9, 10]), sequence(1, PROMPT, [11, 12])]
-    runner.forward(plan(1, both))
+    runner.launch(plan(1, both))
     assert slept == [], "a step that schedules nothing takes no time"
-    runner.forward(plan(2, rows=[0, 1], starts=[0, 0], counts=[9, 3]))
+    runner.launch(plan(2, rows=[0, 1], starts=[0, 0], counts=[9, 3]))
     assert slept == [pytest.approx(1.0 + 0.1 * 12 + 0.01 * 2 + 12)]
-    runner.forward(plan(3, rows=[0], starts=[9], counts=[1], sources=[1]))
+    runner.launch(plan(3, rows=[0], starts=[9], counts=[1], sources=[1]))
     assert slept[1:] == [pytest.approx(1.0 + 0.1 + 0.01 + 10)]
 
 

@@ -34,7 +34,8 @@ from worker_service.rpc import convert
 from worker_service.rpc.servicer import ModelRunnerServicer
 from worker_service.simulated.runner import SimulatedRunner
 
-SAMPLE_1 = model_runner_pb2.SampleRequest(epoch=1, step_id=1)
+SAMPLE_1 = model_runner_pb2.SampleRequest(epoch=1, step_id=1, rows=[0])
+SAMPLE_2 = model_runner_pb2.SampleRequest(epoch=1, step_id=2, rows=[0])
 
 
 def result_of(response):
@@ -102,8 +103,8 @@ async def test_the_stream_says_what_unary_calls_say():
 async def test_held_steps_and_their_sampling_share_the_pipeline():
     messages = []
     for step_id in range(1, 6):
-        messages.append(first(sampling=HOLD) if step_id == 1 else following(step_id, sampling=HOLD))
-        messages.append(model_runner_pb2.SampleRequest(epoch=1, step_id=step_id))
+        messages.append(first(output=HOLD) if step_id == 1 else following(step_id))
+        messages.append(model_runner_pb2.SampleRequest(epoch=1, step_id=step_id, rows=[0]))
     async with serving() as rig:
         await rig.attach()
         responses = [r async for r in rig.stub.Execute(map(execute, messages))]
@@ -118,9 +119,9 @@ async def test_held_steps_and_their_sampling_share_the_pipeline():
         # A gap on the device, and what would have filled it behind it.
         ([first(), following(3), following(2)], [1], "STEP_GAP"),
         # A conflict does not stop the count, yet nothing after it may run.
-        ([first(), first(sampling=NONE), following(2)], [1], "STEP_CONFLICT"),
-        ([first(), SAMPLE_1, following(2)], [1], "STEP_NOT_HELD"),
-        ([first(sampling=HOLD), following(2), SAMPLE_1], [1], "STEP_HELD"),
+        ([first(), first(output=NONE), following(2)], [1], "STEP_CONFLICT"),
+        ([first(), SAMPLE_1, following(2)], [1], "ROW_NOT_HELD"),
+        ([first(output=HOLD), following(2), SAMPLE_1], [1], "PLAN_MISMATCH"),
         ([first(), forward(2, rows=[5], start_positions=[0])], [1], "PLAN_MISMATCH"),
         ([first(), forward(2, rows=[0, 1], start_positions=[0]), following(2)], [1],
          "INVALID_PLAN"),
@@ -138,7 +139,12 @@ async def test_a_refused_message_ends_the_stream_and_nothing_after_it_runs(
         assert (answers, refused.reason) == (answered, reason)
         assert device.executed == [(1, 1)]
         # What follows was not consumed: it goes on from there.
-        await rig.stub.Sample(SAMPLE_1) if reason == "STEP_HELD" else None
+        if messages[0].plan.added[0].output == HOLD:
+            await rig.stub.Sample(SAMPLE_1)
+            await rig.stub.Forward(following(2))
+            result = (await rig.stub.Sample(SAMPLE_2)).result
+            assert list(result.tokens) == wanted(2)[1:]
+            return
         assert list((await rig.stub.Forward(following(2))).result.tokens) == wanted(2)[1:]
 
 

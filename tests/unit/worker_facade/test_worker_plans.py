@@ -71,8 +71,19 @@ SOUND = added(1, [1, 2, 3], BLOCKS)
 # What could follow from no state: INVALID_ARGUMENT, and the field.
 INVALID: dict[str, tuple[str, Change]] = {
     "no weight version": ("plan.weight_version", without("weight_version")),
-    "sampling unspecified": ("plan.sampling", without("sampling")),
-    "sampling of a newer contract": ("plan.sampling", lambda p: setattr(p, "sampling", 9)),
+    "output unspecified": ("plan.added[0].output", plan_adding(added(1, [1], [20], output=0))),
+    "output of a newer contract": (
+        "plan.added[0].output",
+        plan_adding(added(1, [1], [20], output=9)),
+    ),
+    "no prompt": (
+        "plan.added[0].prompt_token_count",
+        plan_adding(added(1, [1], [20], prompt_token_count=0)),
+    ),
+    "prompt longer than the tokens": (
+        "plan.added[0].prompt_token_count",
+        plan_adding(added(1, [1], [20], prompt_token_count=2)),
+    ),
     "step zero": ("plan.step_id", lambda p: setattr(p, "step_id", 0)),
     "removed row out of range": ("plan.removed_rows", lambda p: p.removed_rows.append(8)),
     "removed row over int32": ("plan.removed_rows", lambda p: p.removed_rows.append(2**31)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import grpc
 import numpy as np
@@ -12,8 +13,10 @@ from tests.support.worker_rig import (
     HOLD,
     NONE,
     PROMPT,
+    SAMPLE,
     VOCABULARY,
     Device,
+    added,
     attach_request,
     first,
     following,
@@ -29,8 +32,14 @@ FAILED_PRECONDITION = grpc.StatusCode.FAILED_PRECONDITION
 INVALID_ARGUMENT = grpc.StatusCode.INVALID_ARGUMENT
 
 
-def sample(step_id: int, *, epoch: int = 1, masks: dict[int, list[int]] | None = None):
-    """Samples a step; `masks` are the allowed tokens by row."""
+def sample(
+    step_id: int,
+    *,
+    epoch: int = 1,
+    rows: Sequence[int] = (0,),
+    masks: dict[int, list[int]] | None = None,
+):
+    """Samples held rows of a step; `masks` are the allowed tokens by row."""
     words = -(-VOCABULARY // 32)
     bitmasks = np.zeros((len(masks or {}), words), dtype="<u4")
     for index, tokens in enumerate((masks or {}).values()):
@@ -39,6 +48,7 @@ def sample(step_id: int, *, epoch: int = 1, masks: dict[int, list[int]] | None =
     return model_runner_pb2.SampleRequest(
         epoch=epoch,
         step_id=step_id,
+        rows=rows,
         grammar_masks=step_pb2.GrammarMasks(rows=masks or {}, bitmasks=bitmasks.tobytes()),
     )
 
@@ -141,7 +151,7 @@ async def test_another_plan_under_an_executed_step_is_a_conflict():
     async with serving() as rig:
         await rig.attach()
         await rig.stub.Forward(first())
-        refused = await refusal(rig.stub.Forward(first(sampling=NONE)))
+        refused = await refusal(rig.stub.Forward(first(output=NONE)))
         assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "STEP_CONFLICT")
         assert list((await rig.stub.Forward(following(2))).result.tokens) == wanted(2)[1:]
 
@@ -195,30 +205,93 @@ async def test_held_sampling_equals_inline():
         await rig.attach()
         tokens = []
         for step_id in range(1, 8):
-            request = first(sampling=HOLD) if step_id == 1 else following(step_id, sampling=HOLD)
+            request = first(output=HOLD) if step_id == 1 else following(step_id)
             held = (await rig.stub.Forward(request)).result
             assert (held.step_id, list(held.rows), list(held.tokens)) == (step_id, [], [])
+            assert list(held.held_rows) == [0]
             result = (await rig.stub.Sample(sample(step_id))).result
             assert (result.epoch, result.step_id, list(result.rows)) == (1, step_id, [0])
             tokens += result.tokens
         assert tokens == wanted(7)
 
 
-async def test_a_held_step_must_be_sampled_before_the_next():
+async def test_a_held_row_has_no_token_before_it_is_sampled():
     async with serving() as rig:
         await rig.attach()
-        held = await rig.stub.Forward(first(sampling=HOLD))
+        held = await rig.stub.Forward(first(output=HOLD))
         refused = await refusal(rig.stub.Forward(following(2)))
-        assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "STEP_HELD")
-        assert await rig.stub.Forward(first(sampling=HOLD)) == held
+        assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "PLAN_MISMATCH")
+        assert await rig.stub.Forward(first(output=HOLD)) == held
         await rig.stub.Sample(sample(1))
         await rig.stub.Forward(following(2))
+
+
+def three_rows() -> model_runner_pb2.ForwardRequest:
+    """Rows 0 and 2 hold, row 1 samples; all have the same prompt."""
+    request = first(output=HOLD)
+    for row, output in ((1, SAMPLE), (2, HOLD)):
+        request.plan.added.append(
+            added(row, PROMPT, range(11 + 10 * row, 21 + 10 * row), output=output)
+        )
+        request.plan.scheduled.rows.append(row)
+        request.plan.scheduled.start_positions.append(0)
+        request.plan.scheduled.token_counts.append(len(PROMPT))
+    return request
+
+
+async def test_a_late_mask_keeps_nobody_else_waiting():
+    async with serving() as rig:
+        await rig.attach()
+        result = (await rig.stub.Forward(three_rows())).result
+        assert (list(result.rows), list(result.tokens)) == ([1], wanted(1))
+        assert list(result.held_rows) == [0, 2]
+        # Row 1 goes on while the others wait, far beyond the steps whose results are kept.
+        for step_id in range(2, 14):
+            start = len(PROMPT) + step_id - 2
+            result = (
+                await rig.stub.Forward(
+                    forward(step_id, rows=[1], start_positions=[start], source_step_distances=[1])
+                )
+            ).result
+            assert (list(result.tokens), list(result.held_rows)) == (wanted(step_id)[-1:], [])
+            if step_id == 3:  # one of the held rows is sampled, the other waits on
+                result = (await rig.stub.Sample(sample(1, rows=[2]))).result
+                assert (list(result.rows), list(result.tokens)) == ([2], wanted(1))
+                refused = await refusal(rig.stub.Sample(sample(1, rows=[0, 2])))
+                assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "STEP_CONFLICT")
+        assert list((await rig.stub.Sample(sample(1, rows=[0]))).result.tokens) == wanted(1)
+        both = forward(
+            14, rows=[0, 2], start_positions=[len(PROMPT)] * 2, source_step_distances=[13, 13]
+        )
+        result = (await rig.stub.Forward(both)).result
+        assert (list(result.rows), list(result.held_rows)) == ([], [0, 2])
+        result = (await rig.stub.Sample(sample(14, rows=[2, 0]))).result
+        assert (list(result.rows), list(result.tokens)) == ([2, 0], wanted(2)[1:] * 2)
+
+
+async def test_a_held_row_that_is_scheduled_or_removed_is_held_no_more():
+    async with serving() as rig:
+        await rig.attach()
+        await rig.stub.Forward(three_rows())
+        literal = forward(
+            2,
+            remove=[0],
+            rows=[2],
+            start_positions=[len(PROMPT)],
+            literal_token_counts=[1],
+            literal_tokens=wanted(1),
+        )
+        assert list((await rig.stub.Forward(literal)).result.held_rows) == [2]
+        for row in (0, 2, 7, 99):
+            refused = await refusal(rig.stub.Sample(sample(1, rows=[row])))
+            assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "ROW_NOT_HELD")
+        assert list((await rig.stub.Sample(sample(2, rows=[2]))).result.tokens) == wanted(2)[1:]
 
 
 async def test_sampling_again_gives_the_same_tokens_and_other_masks_are_a_conflict():
     async with serving() as rig:
         await rig.attach()
-        await rig.stub.Forward(first(sampling=HOLD))
+        await rig.stub.Forward(first(output=HOLD))
         once = await rig.stub.Sample(sample(1, masks={0: [11, 12]}))
         assert await rig.stub.Sample(sample(1, masks={0: [11, 12]})) == once
         for masks in (None, {0: [11]}):
@@ -228,13 +301,13 @@ async def test_sampling_again_gives_the_same_tokens_and_other_masks_are_a_confli
         assert await rig.stub.Sample(sample(1, masks={0: [11, 12]})) == once
 
 
-async def test_only_held_steps_are_sampled():
+async def test_only_held_rows_are_sampled():
     async with serving() as rig:
         await rig.attach()
         await rig.stub.Forward(first())
         for step_id in (0, 1, 2):
             refused = await refusal(rig.stub.Sample(sample(step_id)))
-            assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "STEP_NOT_HELD")
+            assert (refused.code, refused.reason) == (FAILED_PRECONDITION, "ROW_NOT_HELD")
         assert (await refusal(rig.stub.Sample(sample(1, epoch=2)))).reason == "STALE_EPOCH"
 
 
@@ -250,18 +323,19 @@ async def test_a_mask_takes_the_first_allowed_token_from_the_free_one_on():
     async with serving() as rig:
         for epoch, (allowed, token) in enumerate(cases.items(), start=1):
             await rig.attach(epoch)
-            await rig.stub.Forward(first(epoch=epoch, sampling=HOLD))
+            await rig.stub.Forward(first(epoch=epoch, output=HOLD))
             request = sample(1, epoch=epoch, masks={0: list(allowed)})
             assert list((await rig.stub.Sample(request)).result.tokens) == [token]
             # What was sampled is what a later step takes up.
-            followed = (await rig.stub.Forward(following(2, epoch=epoch))).result
+            await rig.stub.Forward(following(2, epoch=epoch))
+            followed = (await rig.stub.Sample(sample(2, epoch=epoch))).result
             assert (list(followed.tokens) == wanted(2)[1:]) == (token == free)
 
 
 async def test_an_empty_mask_is_a_fault_of_its_row():
     async with serving() as rig:
         await rig.attach()
-        await rig.stub.Forward(first(sampling=HOLD))
+        await rig.stub.Forward(first(output=HOLD))
         result = (await rig.stub.Sample(sample(1, masks={0: []}))).result
         assert (list(result.rows), list(result.tokens)) == ([], [])
         assert [(f.row, f.kind) for f in result.faults] == [(0, step_pb2.ROW_FAULT_KIND_EMPTY_MASK)]
@@ -279,11 +353,11 @@ async def test_an_empty_mask_is_a_fault_of_its_row():
         (step_pb2.GrammarMasks(rows=[2**31], bitmasks=b"\0" * 16), "grammar_masks.rows"),
     ],
 )
-async def test_masks_that_do_not_fit_are_refused_and_the_step_stays_held(masks, field):
+async def test_masks_that_do_not_fit_are_refused_and_the_row_stays_held(masks, field):
     async with serving() as rig:
         await rig.attach()
-        await rig.stub.Forward(first(sampling=HOLD))
-        request = model_runner_pb2.SampleRequest(epoch=1, step_id=1, grammar_masks=masks)
+        await rig.stub.Forward(first(output=HOLD))
+        request = model_runner_pb2.SampleRequest(epoch=1, step_id=1, rows=[0], grammar_masks=masks)
         refused = await refusal(rig.stub.Sample(request))
         assert (refused.code, refused.reason) == (INVALID_ARGUMENT, "INVALID_PLAN")
         assert refused.field == field
