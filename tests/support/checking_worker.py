@@ -70,7 +70,9 @@ class CheckingWorker:
         ]
         good = [row for row in sampled if row not in {fault.row for fault in faults}]
         tokens = [self.rows[row].sampled_token for row in good]
-        return StepResult(plan.epoch, plan.step_id, good, [1] * len(good), tokens, faults)
+        return StepResult(
+            plan.epoch, plan.step_id, good, [1] * len(good), tokens, faults=faults
+        )
 
     def _add(self, sequence: AddedSequence) -> None:
         assert 0 <= sequence.row < self.config.max_sequence_count
