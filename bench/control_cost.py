@@ -86,7 +86,8 @@ class EchoWorker:
             forward=model_runner_pb2.ForwardRequest(plan=convert.plan_to_pb(plan))
         ).SerializeToString()
         encoded = time.perf_counter()
-        is_decode = not plan.added and plan.token_count == self._rows == len(plan.scheduled.rows)
+        counts = plan.scheduled.token_counts
+        is_decode = not plan.added and counts == [1] * self._rows
         if is_decode and self._last is not None:
             self._samples.step.append(started - self._last - self._echo_seconds)
             self._samples.encode.append(encoded - started)

@@ -13,12 +13,21 @@ import json
 import statistics
 import subprocess
 import time
+from array import array
 from pathlib import Path
 
 from bench import options as flags
+from control_plane.core.config import SchedulerConfig
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
-from control_plane.core.scheduler import Scheduler, SchedulerConfig
+from control_plane.core.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+)
+from control_plane.core.scheduler import Scheduler
+from control_plane.core.tokens import Tokens
 from twinplane.models import resolve
 
 PROMPT_TOKENS = 256
@@ -41,15 +50,18 @@ def build(running: int, inflight: int) -> Scheduler:
     )
     scheduler = Scheduler(config, epoch=1, weight_version=WeightVersion(1, "0" * 64))
     for index in range(running):
-        scheduler.submit(
+        scheduler.add(
+            SequenceId(index),
             Request(
                 request_id=RequestId(f"r{index}"),
-                prompt_token_ids=tuple((index * 7 + i) % 40000 for i in range(PROMPT_TOKENS)),
+                prompt_token_ids=array(
+                    "I", ((index * 7 + i) % 40000 for i in range(PROMPT_TOKENS))
+                ),
                 sampling=SamplingParams(temperature=0.0),
                 seed=index,
                 stop=StopConditions(max_tokens=MAX_TOKENS),
                 arrival=0.0,
-            )
+            ),
         )
     return scheduler
 
@@ -64,7 +76,7 @@ def answer(plan: StepPlan, prompt_tokens: int) -> StepResult:
         )
         if start + count >= prompt_tokens
     ]
-    return StepResult(plan.epoch, plan.step_id, rows, [1] * len(rows), [5] * len(rows))
+    return StepResult(plan.epoch, plan.step_id, rows, [1] * len(rows), Tokens([5] * len(rows)))
 
 
 def measure(running: int, inflight: int) -> float:

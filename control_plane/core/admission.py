@@ -22,7 +22,7 @@ class Admission:
 
     def check(self, request: Request, waiting_count: int) -> None:
         """Raises RequestTooLong or QueueFull."""
-        assert request.prompt_token_ids, "an empty prompt is refused at the edge"
+        assert len(request.prompt_token_ids) > 0, "an empty prompt is refused at the edge"
         assert request.stop.max_tokens >= 1, "max_tokens is checked at the edge"
         longest = self._config.max_sequence_token_count - 1
         if len(request.prompt_token_ids) > longest:
@@ -36,12 +36,9 @@ class Admission:
                 self.retry_after(request.arrival),
             )
 
-    def token_limit(self, request: Request) -> int:
-        """Total tokens at which a request ends, prompt included."""
-        return min(
-            len(request.prompt_token_ids) + request.stop.max_tokens,
-            self._config.max_sequence_token_count,
-        )
+    def token_limit(self, prompt_count: int, max_tokens: int) -> int:
+        """Total tokens at which a sequence ends, prompt included."""
+        return min(prompt_count + max_tokens, self._config.max_sequence_token_count)
 
     def note_start(self, now: float) -> None:
         """A place in the queue has become free."""

@@ -1,7 +1,6 @@
-"""Why the core refuses a request. The tree:
+"""Why the core refuses. The tree:
 
 CoreError
-├── DuplicateRequest     the id is running already
 ├── QueueFull            too many wait: try again after `retry_after` seconds
 ├── RequestTooLong       can never fit: quotes the limit
 └── ResultMismatch       a step result that no plan asked for: our bug or the worker's
@@ -12,10 +11,6 @@ from __future__ import annotations
 
 class CoreError(Exception):
     """Base of what the core refuses."""
-
-
-class DuplicateRequest(CoreError):
-    """A request of this id is not finished."""
 
 
 class QueueFull(CoreError):
@@ -31,4 +26,11 @@ class RequestTooLong(CoreError):
 
 
 class ResultMismatch(CoreError):
-    """A result does not belong to the oldest plan in flight."""
+    """A result does not belong to the oldest plan in flight.
+
+    `story` says what happened last to the sequences of that plan, one event a line, for the log.
+    """
+
+    def __init__(self, message: str, story: list[str]) -> None:
+        super().__init__(message)
+        self.story = story

@@ -1,15 +1,17 @@
-"""What the core tells the shell after a step."""
+"""What the core tells the shell: tokens, ends, and what it has counted."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 
-from control_plane.core.request import RequestId
+from control_plane.core.request import SequenceId
+from control_plane.core.tokens import Tokens
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """Why a sequence ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -19,7 +21,7 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens a request cost. Cached ones were in the prefix cache when it was first scheduled."""
+    """Tokens a sequence cost. Cached ones were in the prefix cache when it was first scheduled."""
 
     prompt_tokens: int
     cached_prompt_tokens: int
@@ -28,7 +30,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a request. `stop_token_id` is set when a request's own stop token ended it."""
+    """The end of a sequence. `stop_token_id` is set when one of its own stop tokens ended it."""
 
     reason: FinishReason
     usage: Usage
@@ -36,10 +38,55 @@ class Finish:
     detail: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """New tokens of one request, and its end if this was it. Both empty never happens."""
+@dataclass(slots=True)
+class SequenceOutput:
+    """New tokens of one sequence, and its end if this was it. Both empty never happens.
 
-    request_id: RequestId
-    token_ids: list[int]
+    A value, and not frozen only for what that costs: every row of every step makes one.
+    """
+
+    sequence_id: SequenceId
+    tokens: Tokens
     finish: Finish | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Counters:
+    """Only ever grow; a resync does not reset them."""
+
+    submitted: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
+    recomputed_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(FinishReason, 0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """A snapshot. Sequences and steps are counts of now; the rest below grows monotonically.
+
+    The KV tokens are slots of the pool by state and add up to it: `kv_active_tokens` in blocks
+    that running sequences hold, `kv_cached_tokens` in blocks that only the prefix cache keeps,
+    `kv_free_tokens` in blank blocks. A prompt token counts once, as computed (`prompt_tokens`) or
+    as found in the cache (`cached_prompt_tokens`); computed again after a preemption or the loss of
+    a worker it is one of `recomputed_tokens`, as is a generated token. `generated_tokens` are those
+    that were handed out.
+    """
+
+    running: int
+    waiting: int
+    inflight: int
+    kv_active_tokens: int
+    kv_cached_tokens: int
+    kv_free_tokens: int
+    submitted: int
+    preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    recomputed_tokens: int
+    generated_tokens: int
+    finished: Mapping[FinishReason, int]

@@ -30,7 +30,7 @@ def _check_lists(ledger: Ledger) -> None:
     listed = [*ledger.waiting, *ledger.running]
     assert len(listed) == len(ledger.sequences), "a live sequence is in no list, or in two"
     for sequence in listed:
-        name = sequence.request.request_id
+        name = sequence.sequence_id
         assert ledger.sequences.get(name) is sequence, f"{name} is listed but not live"
 
 
@@ -51,12 +51,12 @@ def _check_inflight(ledger: Ledger) -> None:
     assert ids == list(range(last - len(ids) + 1, last + 1)), "steps in flight are not dense"
     pending = Counter(id(sequence) for step in steps for sequence in step.sequences)
     for sequence in ledger.sequences.values():
-        name = sequence.request.request_id
+        name = sequence.sequence_id
         assert sequence.pending == pending[id(sequence)], f"{name}: pending tokens miscounted"
 
 
 def _check_waiting(sequence: Sequence) -> None:
-    name = sequence.request.request_id
+    name = sequence.sequence_id
     assert sequence.state is SequenceState.WAITING, f"{name} waits in state {sequence.state}"
     assert sequence.row == NO_ROW and not sequence.blocks, f"{name} waits with a row or blocks"
     assert sequence.computed == 0 and not sequence.caught_up, f"{name} waits with computed tokens"
@@ -64,7 +64,7 @@ def _check_waiting(sequence: Sequence) -> None:
 
 
 def _check_running(ledger: Ledger, sequence: Sequence) -> None:
-    name = sequence.request.request_id
+    name = sequence.sequence_id
     known, computed = len(sequence.token_ids), sequence.computed
     total = known + sequence.pending
     assert sequence.state is SequenceState.RUNNING, f"{name} runs in state {sequence.state}"
@@ -90,7 +90,7 @@ def _check_blocks(ledger: Ledger) -> None:
     for sequence in ledger.running:
         for index, block in enumerate(sequence.blocks[: sequence.registered]):
             if block in ledger.cache:
-                name = sequence.request.request_id
+                name = sequence.sequence_id
                 known = hashes.get(sequence.block_hashes[index])
                 assert known == block, f"{name}: block {block} is cached under another hash"
         for block in sequence.blocks[sequence.registered :]:

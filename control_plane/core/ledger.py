@@ -1,25 +1,25 @@
 """The scheduler's books: every live sequence, who holds which row and blocks, what is in flight.
 
-Only moves between states, each of which keeps the books balanced (see invariants). What should move
-is decided in scheduler.py and update.py.
+Every method is one move that keeps the books balanced (see invariants): it moves the pool, the
+cache, the lists and the counts together, and a sequence's own counters by that sequence's methods.
+What should move is decided in scheduler.py and update.py.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from control_plane.core.admission import Admission
 from control_plane.core.block_pool import BlockPool
 from control_plane.core.config import SchedulerConfig
-from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.events import Counters, Finish, FinishReason, Usage
 from control_plane.core.plan import BlockId, Row, WeightVersion
 from control_plane.core.prefix_cache import PrefixCache
 from control_plane.core.ranked_list import RankedList
-from control_plane.core.request import Request, RequestId
-from control_plane.core.sequence import NO_ROW, Sequence, SequenceState, rank_of
-from control_plane.core.stats import Counters
+from control_plane.core.request import Request, SequenceId, StopScanner
+from control_plane.core.sequence import Sequence, SequenceState, rank_of
 from control_plane.core.story import Story
 
 
@@ -40,7 +40,7 @@ class Ledger:
     """All mutable state of a scheduler. The worker's part of it is replaced by `attach`."""
 
     def __init__(self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion) -> None:
-        self.sequences: dict[RequestId, Sequence] = {}
+        self.sequences: dict[SequenceId, Sequence] = {}
         self.waiting = RankedList()
         self.running = RankedList()
         self.counters = Counters()
@@ -64,17 +64,24 @@ class Ledger:
         self.released_rows: list[Row] = []
         """Free here, but still with a sequence on the worker until the next plan removes it."""
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(
+        self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
+    ) -> None:
+        """A new sequence waits. It keeps the request but for the prompt, which becomes its log."""
+        prompt_count = len(request.prompt_token_ids)
         sequence = Sequence(
-            request=request,
+            sequence_id=sequence_id,
+            request=replace(request, prompt_token_ids=()),
+            prompt_count=prompt_count,
+            scanner=scanner,
             rank=rank_of(request, self.counters.submitted, self.config.ageing_seconds),
             token_ids=array("I", request.prompt_token_ids),
-            token_limit=self.admission.token_limit(request),
+            token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
             cache_root=self.cache.root(request.cache_salt),
             stop_ids=request.stop.stop_token_ids | request.stop.end_of_sequence_ids,
         )
         self.counters.submitted += 1
-        self.sequences[request.request_id] = sequence
+        self.sequences[sequence_id] = sequence
         self.waiting.add(sequence)
         self.tell(sequence, "submitted")
 
@@ -84,17 +91,10 @@ class Ledger:
         self.waiting.remove(sequence)
         self.pool.share(hits)
         hit_count = len(hits) * self.config.block_size
-        sequence.state = SequenceState.RUNNING
-        sequence.row = self.free_rows.pop()
-        sequence.blocks = hits
-        sequence.capacity = sequence.computed = hit_count
-        sequence.registered = len(hits)
-        self.running.add(sequence)
         cached = min(hit_count, sequence.prompt_count)
         self.counters.cached_prompt_tokens += max(0, cached - sequence.furthest)
-        if sequence.cached_prompt_count is None:
-            sequence.cached_prompt_count = cached
-        sequence.furthest = max(sequence.furthest, hit_count)
+        sequence.started(self.free_rows.pop(), hits, hit_count)
+        self.running.add(sequence)
         self.tell(sequence, f"started in row {sequence.row}, {hit_count} tokens cached")
 
     def grow(self, sequence: Sequence, count: int) -> list[BlockId]:
@@ -111,8 +111,7 @@ class Ledger:
         flight are accepted when they come; until then it is not started again.
         """
         sequence = self.running.last
-        self._vacate(sequence)
-        sequence.state = SequenceState.WAITING
+        self._vacate(sequence, SequenceState.WAITING)
         self.waiting.add(sequence)
         self.counters.preemptions += 1
         self.tell(sequence, "preempted")
@@ -131,11 +130,11 @@ class Ledger:
                 for block in sequence.blocks:
                     self.cache.forget(block)
                 sequence.registered = len(sequence.blocks)
-            self._vacate(sequence)
+            self._vacate(sequence, SequenceState.OVER)
         else:
             self.waiting.remove(sequence)
-        sequence.state = SequenceState.OVER
-        del self.sequences[sequence.request.request_id]
+            sequence.state = SequenceState.OVER
+        del self.sequences[sequence.sequence_id]
         self.counters.finished[reason] += 1
         self.tell(sequence, f"over: {reason.value}")
         usage = Usage(
@@ -150,25 +149,20 @@ class Ledger:
         self.inflight.clear()
         while self.running:
             sequence = self.running.last
-            self._vacate(sequence)
-            sequence.state = SequenceState.WAITING
+            self._vacate(sequence, SequenceState.WAITING)
             self.waiting.add(sequence)
             self.tell(sequence, "lost its worker")
         for sequence in self.waiting:
-            sequence.pending = 0
+            sequence.lost()
 
     def tell(self, sequence: Sequence, event: str) -> None:
-        self.story.tell(sequence.request.request_id, self.last_step_id, event)
+        self.story.tell(sequence.sequence_id, self.last_step_id, event)
 
-    def _vacate(self, sequence: Sequence) -> None:
+    def _vacate(self, sequence: Sequence, state: SequenceState) -> None:
         """Off the running list, out of its row and blocks; what is worth it stays cached."""
         self.running.remove(sequence)
         self.cache.register(sequence)
         self.pool.release(sequence.blocks)
         self.free_rows.append(sequence.row)
         self.released_rows.append(sequence.row)
-        sequence.furthest = max(sequence.furthest, sequence.computed)
-        sequence.row = NO_ROW
-        sequence.blocks = []
-        sequence.capacity = sequence.computed = 0
-        sequence.caught_up = False
+        sequence.vacated(state)

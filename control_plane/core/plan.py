@@ -6,11 +6,13 @@ are plain lists of int, parallel by row; protos/twinplane/worker/v1/step.proto s
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
 from control_plane.core.request import SamplingParams
+from control_plane.core.tokens import Tokens
 
 Row = NewType("Row", int)
 BlockId = NewType("BlockId", int)
@@ -40,7 +42,7 @@ class AddedSequence:
     tokens are the prompt."""
 
     row: Row
-    token_ids: list[int]
+    token_ids: array[int]
     prompt_token_count: int
     sampling: SamplingParams
     seed: int
@@ -74,10 +76,6 @@ class StepPlan:
     added: list[AddedSequence]
     scheduled: ScheduledRows
 
-    @property
-    def token_count(self) -> int:
-        return sum(self.scheduled.token_counts)
-
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
@@ -110,13 +108,15 @@ class RowFault:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """Tokens per row in the plan's order; `tokens` is flat, `token_counts` of it per row.
-    `held_rows` wait for a SamplePlan."""
+
+    An empty `token_counts` means one each. `held_rows` wait for a SamplePlan.
+    """
 
     epoch: int
     step_id: int
     rows: list[Row]
     token_counts: list[int]
-    tokens: list[int]
+    tokens: Tokens
     held_rows: list[Row] = field(default_factory=list)
     faults: list[RowFault] = field(default_factory=list)
     queued_seconds: float = 0.0

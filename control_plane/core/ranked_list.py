@@ -1,7 +1,7 @@
-"""The sequences that wait for a row, in the order in which they will get one.
+"""Sequences in the order of their ranks: who waits for a row, and who has one.
 
-The order is the rank: priority, lowered by the time waited (see sequence.rank_of). A preempted
-sequence comes back with the rank it had, hence before everybody who came later with its priority.
+The rank is the priority, lowered by the time waited (see sequence.rank_of). A preempted sequence
+comes back with the rank it had, hence before everybody who came later with its priority.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ class RankedList:
         index = bisect_left(self.items, rank, key=_rank)
         assert self.items[index] is sequence, "not in the list"
         del self.items[index]
+
+    def reorder(self) -> None:
+        """Sorts again, after ranks have changed."""
+        self.items.sort(key=_rank)
 
     @property
     def first(self) -> Sequence:

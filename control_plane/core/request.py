@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, Protocol
 
 RequestId = NewType("RequestId", str)
+SequenceId = NewType("SequenceId", int)
+"""One token stream of a request. The core knows sequences only; whoever adds one names it, and
+never uses a name twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """`max_tokens` is resolved against the model's length. Stop strings are the text layer's."""
+    """`max_tokens` is resolved against the model's length. For stop strings see StopScanner."""
 
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
@@ -28,12 +32,25 @@ class StopConditions:
     """Empty when the request ignores the end of sequence."""
 
 
+class StopScanner(Protocol):
+    """Looks for stop strings in one sequence's text. The core knows no text: it asks."""
+
+    def push(self, token_ids: list[int]) -> int | None:
+        """How many of these tokens count, because a stop string is complete; None: go on.
+
+        Is called with all of a sequence's tokens in order, those of one step at a time, and never
+        again after a count.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One request. `arrival` is the injected clock's seconds; smaller `priority` runs earlier."""
 
     request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
+    """Best an array of typecode I: four bytes a token."""
     sampling: SamplingParams
     seed: int
     stop: StopConditions

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from control_plane.core import update
 from control_plane.core.config import SchedulerConfig
-from control_plane.core.errors import DuplicateRequest
-from control_plane.core.events import Finish, FinishReason, RequestOutput
+from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.ledger import InflightStep, Ledger
 from control_plane.core.plan import (
     AddedSequence,
@@ -26,11 +25,9 @@ from control_plane.core.plan import (
     StepResult,
     WeightVersion,
 )
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import Request, SequenceId, StopScanner
 from control_plane.core.sequence import Sequence, rank_of
-from control_plane.core.stats import Stats
-
-__all__ = ["Scheduler", "SchedulerConfig"]
+from control_plane.core.tokens import Tokens
 
 
 class _Draft:
@@ -71,52 +68,61 @@ class Scheduler:
         """Plans whose results are still to come."""
         return len(self._ledger.inflight)
 
-    def submit(self, request: Request) -> None:
-        """Queues a request. Raises DuplicateRequest, RequestTooLong or QueueFull."""
-        ledger = self._ledger
-        if request.request_id in ledger.sequences:
-            raise DuplicateRequest(f"request {request.request_id!r} is not finished")
-        ledger.admission.check(request, len(ledger.waiting))
-        ledger.enqueue(request)
+    def add(
+        self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None = None
+    ) -> None:
+        """Queues a sequence of a request. Raises RequestTooLong or QueueFull.
 
-    def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
-        """Ends a request from outside, e.g. cancelled or by a stop text. Frees all it holds.
-
-        None when the request is unknown or already over.
+        `sequence_id` was never used before. `scanner` is asked about each step's tokens, already
+        cut at the first stop token and the limit, before they are handed out. Where it finds a stop
+        string complete, the sequence ends with STOP, even when the same token would have ended it
+        otherwise.
         """
-        sequence = self._ledger.sequences.get(request_id)
+        assert sequence_id not in self._ledger.sequences, f"sequence {sequence_id} exists"
+        self._ledger.admission.check(request, len(self._ledger.waiting))
+        self._ledger.enqueue(sequence_id, request, scanner)
+
+    def finish(self, sequence_id: SequenceId, reason: FinishReason) -> Finish | None:
+        """Ends a sequence from outside, e.g. cancelled. Frees all it holds at once.
+
+        None when the sequence is unknown or already over.
+        """
+        sequence = self._ledger.sequences.get(sequence_id)
         return None if sequence is None else self._ledger.end(sequence, reason)
 
-    def update(self, result: StepResult) -> list[RequestOutput]:
+    def update(self, result: StepResult) -> list[SequenceOutput]:
         """Takes the result of the oldest plan in flight. Raises ResultMismatch for any other."""
         return update.apply_result(self._ledger, result)
 
     def resync(
         self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion
-    ) -> list[RequestOutput]:
+    ) -> list[SequenceOutput]:
         """The worker was lost or replaced: plans in flight are forgotten, everybody starts again.
 
         Running sequences go back to the queue with their token logs and ranks; blocks, rows and
         prefix cache start empty, step ids at 1. The result is empty unless the new worker holds
-        shorter sequences than the old one did: a request that is longer already ends here.
+        shorter sequences than the old one did: a sequence that is longer already ends here.
         """
         ledger = self._ledger
         ledger.lose_worker()
         ledger.attach(config, epoch, weight_version)
-        outputs: list[RequestOutput] = []
         sequences = list(ledger.waiting)
-        ledger.waiting.items.clear()
         for serial, sequence in enumerate(sequences, start=-len(sequences)):
             request = sequence.request
             sequence.rank = rank_of(request, serial, config.ageing_seconds)
-            sequence.token_limit = ledger.admission.token_limit(request)
+            sequence.token_limit = ledger.admission.token_limit(
+                sequence.prompt_count, request.stop.max_tokens
+            )
             sequence.cache_root = ledger.cache.root(request.cache_salt)
             sequence.block_hashes.clear()
-            ledger.waiting.add(sequence)
-            if len(sequence.token_ids) >= sequence.token_limit:
-                finish = ledger.end(sequence, FinishReason.LENGTH)
-                outputs.append(RequestOutput(request.request_id, [], finish))
-        return outputs
+        ledger.waiting.reorder()
+        return [
+            SequenceOutput(
+                sequence.sequence_id, Tokens([]), ledger.end(sequence, FinishReason.LENGTH)
+            )
+            for sequence in sequences
+            if len(sequence.token_ids) >= sequence.token_limit
+        ]
 
     def stats(self) -> Stats:
         """A snapshot of loads and counters."""
@@ -138,9 +144,9 @@ class Scheduler:
             finished=dict(counters.finished),
         )
 
-    def story(self, request_id: RequestId) -> list[str]:
-        """The request's last changes of state, oldest first; bounded over all requests."""
-        return self._ledger.story.of(request_id)
+    def story(self, sequence_id: SequenceId) -> list[str]:
+        """The sequence's last changes of state, oldest first; bounded over all sequences."""
+        return self._ledger.story.of([sequence_id])
 
     # --- planning -----------------------------------------------------------------------------
 
@@ -217,7 +223,7 @@ class Scheduler:
             add_start(start)
             add_count(1)
             if sequence.pending:
-                add_distance(step_id - sequence.sampled_step)
+                add_distance(step_id - sequence.last_step)
                 add_literal_count(0)
                 sequence.pending += 1
             else:
@@ -226,7 +232,7 @@ class Scheduler:
                 add_literal(sequence.token_ids[start])
                 sequence.pending = 1
             sequence.computed = start + 1
-            sequence.sampled_step = step_id
+            sequence.last_step = step_id
             add_sampled(sequence)
             add_sampled_row(row)
             budget -= 1
@@ -255,7 +261,7 @@ class Scheduler:
             draft.added.append(
                 AddedSequence(
                     row=sequence.row,
-                    token_ids=sequence.token_ids.tolist(),
+                    token_ids=sequence.token_ids[:],
                     prompt_token_count=sequence.prompt_count,
                     sampling=sequence.request.sampling,
                     seed=sequence.request.seed,
@@ -290,13 +296,11 @@ class Scheduler:
         columns.literal_token_counts.append(0)
         columns.appended_block_counts.append(wanted)
         columns.appended_blocks.extend(ledger.grow(sequence, wanted))
-        sequence.computed = end
+        sequence.planned(draft.step_id, end)
         draft.budget -= end - start
         draft.chunked.append(sequence)
         if end == known:
-            sequence.caught_up = True
-            sequence.pending = 1
-            sequence.sampled_step = draft.step_id
+            sequence.sampled()
             draft.sampled.append(sequence)
             draft.sampled_rows.append(sequence.row)
         counters = ledger.counters

@@ -8,6 +8,10 @@ How far a sequence is, in tokens:
 
 A step computes positions [computed, computed + n). Where that reaches the end of token_ids plus
 pending, the step samples one token more.
+
+Only the methods below move these counters. The scheduler's loop over decoding rows and that over
+their results do the same inline, because they run for every row in every step; invariants.py holds
+all of them to one rule.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from control_plane.core.plan import BlockId, Row
-from control_plane.core.request import Request
+from control_plane.core.request import Request, SequenceId, StopScanner
 
 Rank = tuple[float, float, int]
 NO_ROW = Row(-1)
@@ -35,7 +39,11 @@ class SequenceState(Enum):
 class Sequence:
     """A token stream. `rank` orders sequences: the smallest goes first and is preempted last."""
 
+    sequence_id: SequenceId
     request: Request
+    """Without its prompt, which the log holds."""
+    prompt_count: int
+    scanner: StopScanner | None
     rank: Rank
     token_ids: array[int]
     """Typecode I: four bytes a token, nothing for the garbage collector to walk, and a block of it
@@ -56,8 +64,8 @@ class Sequence:
     """Only the token sampled last is left to compute: the worker's row holds all before it, and
     that one enters the row by its source step or literally."""
     pending: int = 0
-    sampled_step: int = 0
-    """The last step that sampled for it."""
+    last_step: int = 0
+    """The last step that computes tokens of it; while it has caught up, the last that samples."""
 
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the leading full blocks, as far as anybody asked."""
@@ -69,17 +77,47 @@ class Sequence:
     """Prompt tokens found in the prefix cache when first scheduled; None before."""
 
     @property
-    def prompt_count(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def completion_count(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_token_ids)
+        return len(self.token_ids) - self.prompt_count
 
-    @property
-    def last_position(self) -> int:
-        """The position of its very last token, which nothing follows and nobody computes."""
-        return self.token_limit - 1
+    def started(self, row: Row, hits: list[BlockId], hit_count: int) -> None:
+        """It has a row, and its first `hit_count` tokens in blocks of the prefix cache."""
+        self.state = SequenceState.RUNNING
+        self.row = row
+        self.blocks = hits
+        self.capacity = self.computed = hit_count
+        self.registered = len(hits)
+        if self.cached_prompt_count is None:
+            self.cached_prompt_count = min(hit_count, self.prompt_count)
+        self.furthest = max(self.furthest, hit_count)
+
+    def planned(self, step_id: int, end: int) -> None:
+        """A plan computes known tokens up to position `end`, exclusive."""
+        self.computed = end
+        self.last_step = step_id
+
+    def sampled(self) -> None:
+        """The plan that computes its last token also samples the next one."""
+        self.caught_up = True
+        self.pending += 1
+
+    def confirmed(self, token_ids: list[int]) -> None:
+        """A result has brought what a step sampled."""
+        self.pending -= 1
+        self.token_ids.extend(token_ids)
+
+    def vacated(self, state: SequenceState) -> None:
+        """Its row and its blocks are gone; tokens in flight may still come."""
+        self.state = state
+        self.furthest = max(self.furthest, self.computed)
+        self.row = NO_ROW
+        self.blocks = []
+        self.capacity = self.computed = 0
+        self.caught_up = False
+
+    def lost(self) -> None:
+        """What was in flight will never come."""
+        self.pending = self.last_step = 0
 
 
 def rank_of(request: Request, serial: int, ageing_seconds: float) -> Rank:

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from control_plane.core.stats import Stats
+from control_plane.core.events import Stats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 

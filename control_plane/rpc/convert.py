@@ -23,6 +23,7 @@ from control_plane.core.plan import (
     StepResult,
     WeightVersion,
 )
+from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import MemoryPool, WorkerInfo
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
@@ -70,7 +71,7 @@ def result_from_pb(result: step_pb2.StepResult) -> StepResult:
         step_id=result.step_id,
         rows=rows,
         token_counts=list(result.token_counts) or [1] * len(rows),
-        tokens=list(result.tokens),
+        tokens=Tokens(list(result.tokens)),
         held_rows=list(map(Row, result.held_rows)),
         faults=[
             RowFault(

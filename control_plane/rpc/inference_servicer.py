@@ -6,7 +6,8 @@ into text as they come. Errors are raised as they are; StatusInterceptor makes s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 import grpc
@@ -86,8 +87,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             call, RequestId(request.request_id), token_ids, max_tokens, arrival
         )
         assembler = self._text.assembler(call.stop.strings)
-        stream = TokenStream(assembler if call.stop.strings else None, self._turns)
-        self._engine.submit(core_request, stream)
+        stream = TokenStream(self._turns)
+        self._engine.submit(core_request, stream, assembler if call.stop.strings else None)
         try:
             await context.write(_started(core_request, model))
             await self._send(context, stream, assembler, scanned=bool(call.stop.strings))
@@ -135,13 +136,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         models = [] if model is None else [self._served_model(model)]
         return inference_pb2.ListModelsResponse(models=models)
 
-    async def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> list[int]:
+    async def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Sequence[int]:
         try:
             match prompt:
                 case TextPrompt(text=text):
                     return await self._text.encode(text, add_special_tokens=add_special_tokens)
                 case TokenPrompt(token_ids=token_ids):
-                    return list(token_ids)
+                    return token_ids
                 case ChatPrompt(messages=messages):
                     return await self._text.encode_chat(messages)
                 case _:
@@ -153,7 +154,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self,
         call: GenerateCall,
         request_id: RequestId,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         max_tokens: int,
         arrival: float,
     ) -> Request:
@@ -162,7 +163,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ends = self._text.end_of_sequence_ids
         return Request(
             request_id=request_id,
-            prompt_token_ids=tuple(token_ids),
+            prompt_token_ids=array("I", token_ids),
             sampling=call.sampling,
             seed=self._new_seed() if call.seed is None else call.seed,
             stop=StopConditions(max_tokens, call.stop.token_ids, ends),
@@ -179,8 +180,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         *,
         scanned: bool,
     ) -> None:
-        """Sends what the stream brings, whole each time, until the end. `scanned`: the stream has
-        pushed its tokens through the assembler already.
+        """Sends what the stream brings, whole each time, until the end. `scanned`: the engine has
+        pushed its tokens through the assembler already, to find stop strings.
         """
         while True:
             token_ids, finish = await stream.take()

@@ -8,6 +8,7 @@ is known.
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,7 @@ class TextPrompt:
 class TokenPrompt:
     """Token ids, all within the vocabulary."""
 
-    token_ids: tuple[int, ...]
+    token_ids: array[int]
     field: str = "token_ids"
 
 
@@ -232,7 +233,7 @@ def _token_prompt(
     checker: _Checker, message: types_pb2.TokenIds, model: ServedModel
 ) -> TokenPrompt:
     checker.known_fields(message, "token_ids.")
-    token_ids = tuple(message.ids)
+    token_ids = array("I", message.ids)
     checker.require(len(token_ids) > 0, "token_ids", "is empty")
     _in_vocabulary(checker, token_ids, "token_ids", model)
     return TokenPrompt(token_ids)

@@ -17,14 +17,19 @@ from dataclasses import dataclass, field
 
 from control_plane.core import invariants
 from control_plane.core.errors import ResultMismatch
-from control_plane.core.events import Finish, FinishReason
+from control_plane.core.events import Finish, FinishReason, Stats
 from control_plane.core.plan import StepResult
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import Request, RequestId, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.stats import Stats
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.backoff import Backoff
-from control_plane.shell.engine import EngineDraining, EngineError, EngineLost, ServedModel
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineError,
+    EngineLost,
+    ServedModel,
+)
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.live_requests import LiveRequests
 from control_plane.shell.ports import (
@@ -96,6 +101,7 @@ class Driver:
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
         self._vocabulary_size = 0
+        self._last_sequence_id = 0
         self._attached_at: float | None = None
         self._lost_at: float | None = None
         self._accepting = True
@@ -117,7 +123,9 @@ class Driver:
         """The model that answers; a worker lost only shortly ago still counts."""
         return None if self._is_lost() else self._model
 
-    def submit(self, request: Request, stream: TokenStream) -> None:
+    def submit(
+        self, request: Request, stream: TokenStream, scanner: StopScanner | None = None
+    ) -> None:
         """Queues a request. Raises QueueFull, DuplicateRequest, RequestTooLong or EngineError."""
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
@@ -126,15 +134,19 @@ class Driver:
         if max(request.prompt_token_ids) >= self._vocabulary_size:
             # The tokenizer is not this model's. The worker would refuse the whole step.
             raise EngineLost("the worker's model does not know all tokens of this prompt")
-        self._core.submit(request)
-        self._requests.add(request, stream)
+        if request.request_id in self._requests:
+            raise DuplicateRequest(f"request {request.request_id!r} is not finished")
+        self._last_sequence_id += 1
+        sequence_id = SequenceId(self._last_sequence_id)
+        self._core.add(sequence_id, request, scanner)
+        self._requests.add(request, sequence_id, stream)
         self._wake.set()
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
         """Ends a request and its stream, and frees what it holds; None if it is not running."""
         if request_id not in self._requests:
             return None
-        finish = self._finish_in_core(request_id, reason)
+        finish = self._finish_in_core(self._requests.sequence_id(request_id), reason)
         self._requests.end(request_id, finish)
         self._wake.set()
         return finish
@@ -281,9 +293,7 @@ class Driver:
         core = self._scheduler()
         now = self._clock()
         for output in core.update(result):
-            if self._requests.push(output, now):
-                finish = self._finish_in_core(output.request_id, FinishReason.STOP)
-                self._requests.end(output.request_id, finish)
+            self._requests.push(output, now)
         self._telemetry.step_finished(result.executed_seconds)
         self._telemetry.control_work(self._planning_seconds + self._clock() - now)
         self._planning_seconds = 0.0
@@ -369,12 +379,13 @@ class Driver:
 
     def _fail(self, request_ids: list[RequestId], kind: type[EngineError], message: str) -> None:
         for request_id in request_ids:
+            sequence_id = self._requests.sequence_id(request_id)
             self._requests.fail(request_id, kind(message))
-            self._finish_in_core(request_id, FinishReason.FAULT)
+            self._finish_in_core(sequence_id, FinishReason.FAULT)
         self._wake.set()
 
-    def _finish_in_core(self, request_id: RequestId, reason: FinishReason) -> Finish:
-        finish = self._scheduler().finish(request_id, reason)
+    def _finish_in_core(self, sequence_id: SequenceId, reason: FinishReason) -> Finish:
+        finish = self._scheduler().finish(sequence_id, reason)
         assert finish is not None, "a live stream without its request in the core"
         return finish
 

@@ -1,5 +1,7 @@
 """What the client edge needs of the engine behind it, as a protocol, and how the engine refuses.
 
+DuplicateRequest     a request of this id is not finished
+
 EngineError
 ├── EngineDraining   the server accepts nothing more
 └── EngineLost       the worker is gone and the request could not go on
@@ -12,8 +14,12 @@ from typing import Protocol
 
 from control_plane.core.events import Finish, FinishReason
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import Request, RequestId, StopScanner
 from control_plane.shell.stream import TokenStream
+
+
+class DuplicateRequest(Exception):
+    """A request of this id is not finished."""
 
 
 class EngineError(Exception):
@@ -45,8 +51,10 @@ class Engine(Protocol):
         """What is served; None while no worker is attached."""
         ...
 
-    def submit(self, request: Request, stream: TokenStream) -> None:
-        """Queues a request whose tokens go to `stream`.
+    def submit(
+        self, request: Request, stream: TokenStream, scanner: StopScanner | None = None
+    ) -> None:
+        """Queues a request whose tokens go to `stream`, up to the first stop string, if any.
 
         Raises QueueFull, DuplicateRequest, RequestTooLong or EngineDraining; then nothing is held.
         """

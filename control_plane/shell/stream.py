@@ -8,35 +8,20 @@ is needed. What gathers is bounded by the request's own token limit.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
-from typing import Protocol
 
-from control_plane.core.events import Finish, FinishReason
+from control_plane.core.events import Finish
 from control_plane.shell.turns import Turns
-
-
-class StopScanner(Protocol):
-    """Looks for stop strings as tokens arrive."""
-
-    def push(self, token_ids: list[int]) -> int | None:
-        """How many of these tokens were needed to complete a stop string; None: none is."""
-        ...
 
 
 class TokenStream:
     """Gathers one request's tokens until its client takes them.
 
-    With a scanner, tokens are scanned as they arrive, so that the driver learns of a stop string
-    before the next step; tokens after the one that completed it are dropped and not counted.
     `turns` are those of all streams that share a loop; without, it waits for no other.
     """
 
-    def __init__(self, scanner: StopScanner | None = None, turns: Turns | None = None) -> None:
-        self._scanner = scanner
+    def __init__(self, turns: Turns | None = None) -> None:
         self._turns = turns or Turns()
         self._tokens: list[int] = []
-        self._token_count = 0
-        self._matched = False
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self._turn: asyncio.Future[None] | None = None
@@ -47,19 +32,13 @@ class TokenStream:
         """Whether the driver is done with the request. What gathered may not be taken yet."""
         return self._finish is not None or self._error is not None
 
-    def push(self, token_ids: list[int], finish: Finish | None) -> bool:
-        """Adds tokens, and the end if this is it.
-
-        True: a stop string is complete, the request should be finished with STOP, and the finish
-        that gives pushed here, with no tokens. Whatever reason it carries, the client sees STOP.
-        """
+    def push(self, token_ids: list[int], finish: Finish | None) -> None:
+        """Adds tokens, and the end if this is it."""
         assert not self.ended, "pushed after the end"
-        if not self._matched:
-            self._accept(token_ids)
-        if finish is not None:
-            self._finish = self._as_stopped(finish) if self._matched else finish
+        self._tokens.extend(token_ids)
+        self._finish = finish
+        if token_ids or finish is not None:
             self._wake()
-        return self._matched and finish is None
 
     def fail(self, error: Exception) -> None:
         """Ends the request with an error, which `take` raises once the tokens before it are taken.
@@ -89,22 +68,7 @@ class TokenStream:
             raise self._error
         return tokens, self._finish
 
-    def _accept(self, token_ids: list[int]) -> None:
-        if self._scanner is not None and token_ids:
-            consumed = self._scanner.push(token_ids)
-            if consumed is not None:
-                self._matched = True
-                token_ids = token_ids[:consumed]
-        if token_ids:
-            self._tokens.extend(token_ids)
-            self._token_count += len(token_ids)
-            self._wake()
-
     def _wake(self) -> None:
         if self._turn is not None:
             self._turns.ask(self._turn)
             self._turn = None
-
-    def _as_stopped(self, finish: Finish) -> Finish:
-        usage = replace(finish.usage, completion_tokens=self._token_count)
-        return Finish(FinishReason.STOP, usage)

@@ -157,7 +157,7 @@ def test_a_result_means_the_same_to_the_control_plane(sent: worker.StepResult) -
     assert (got.epoch, got.step_id) == (sent.epoch, sent.step_id)
     assert got.rows == sent.rows.tolist()
     assert got.token_counts == sent.token_counts.tolist()
-    assert got.tokens == sent.tokens.tolist()
+    assert got.tokens.ids == sent.tokens.tolist()
     assert [(f.row, f.kind, f.detail) for f in got.faults] == [
         (f.row, f.kind.name.lower(), f.detail) for f in sent.faults
     ]

@@ -18,11 +18,12 @@ from hypothesis.stateful import (
 )
 
 from control_plane.core import invariants
+from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import Row, RowFault, StepResult
 from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
-from control_plane.core.scheduler import SchedulerConfig
+from control_plane.core.tokens import Tokens
 from tests.support.checking_worker import END
 from tests.support.core_harness import Harness
 
@@ -142,8 +143,10 @@ class CoreMachine(RuleBasedStateMachine):
             [
                 lambda r: replace(r, step_id=r.step_id + 1),
                 lambda r: replace(r, epoch=r.epoch + 1),
-                lambda r: replace(r, rows=[*r.rows, 0], tokens=[*r.tokens, 0], token_counts=[]),
-                lambda r: replace(r, tokens=[*r.tokens, 0]),
+                lambda r: replace(
+                    r, rows=[*r.rows, 0], tokens=Tokens([*r.tokens.ids, 0]), token_counts=[]
+                ),
+                lambda r: replace(r, tokens=Tokens([*r.tokens.ids, 0])),
                 lambda r: replace(r, faults=[*r.faults, RowFault(Row(99), "INVALID_LOGITS", "")]),
             ]
         )

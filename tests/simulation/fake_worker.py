@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
+from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
 
 VOCABULARY = 97
@@ -121,10 +122,10 @@ class Machine:
             del self.rows[row]
         for added in plan.added:
             self._add(added)
-        _require(plan.token_count <= self.max_step_token_count, "step budget")
+        _require(sum(plan.scheduled.token_counts) <= self.max_step_token_count, "step budget")
         scheduled = plan.scheduled
         literals, blocks = deque(scheduled.literal_tokens), deque(scheduled.appended_blocks)
-        result = StepResult(plan.epoch, plan.step_id, [], [], [])
+        result = StepResult(plan.epoch, plan.step_id, [], [], Tokens([]))
         _require(len(set(scheduled.rows)) == len(scheduled.rows), "rows are distinct")
         for row_id, start, count, distance, literal_count, block_count in zip(
             scheduled.rows,
@@ -159,7 +160,7 @@ class Machine:
                 row.sampled_step = plan.step_id
                 result.rows.append(row_id)  # type: ignore[arg-type]
                 result.token_counts.append(1)
-                result.tokens.append(row.sampled)
+                result.tokens.ids.append(row.sampled)
         _require(not literals and not blocks, "columns fit")
         return result
 

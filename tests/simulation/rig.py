@@ -9,11 +9,17 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from control_plane.core.events import Finish
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
+from control_plane.core.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+    StopScanner,
+)
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.stream import StopScanner, TokenStream
+from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.virtual_time import VirtualLoop
 
@@ -95,8 +101,8 @@ class Rig:
     def submit(self, asked: Request, scanner: StopScanner | None = None) -> Answer:
         """Submits a request and reads its stream in a task of its own."""
         answer = Answer()
-        stream = TokenStream(scanner)
-        self.driver.submit(asked, stream)
+        stream = TokenStream()
+        self.driver.submit(asked, stream, scanner)
         self.group.create_task(read(stream, answer))
         return answer
 

@@ -20,6 +20,7 @@ from control_plane.core.plan import (
     StepResult,
     WeightVersion,
 )
+from control_plane.core.tokens import Tokens
 
 VOCABULARY = 7
 END = 6
@@ -71,7 +72,7 @@ class CheckingWorker:
         good = [row for row in sampled if row not in {fault.row for fault in faults}]
         tokens = [self.rows[row].sampled_token for row in good]
         return StepResult(
-            plan.epoch, plan.step_id, good, [1] * len(good), tokens, faults=faults
+            plan.epoch, plan.step_id, good, [1] * len(good), Tokens(tokens), faults=faults
         )
 
     def _add(self, sequence: AddedSequence) -> None:

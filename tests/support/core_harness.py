@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from control_plane.core import invariants
-from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
-from control_plane.core.events import FinishReason, RequestOutput
+from control_plane.core.config import SchedulerConfig
+from control_plane.core.errors import QueueFull, RequestTooLong
+from control_plane.core.events import FinishReason, SequenceOutput
 from control_plane.core.plan import StepPlan, StepResult
-from control_plane.core.request import Request, RequestId
-from control_plane.core.scheduler import Scheduler, SchedulerConfig
+from control_plane.core.request import Request, SequenceId
+from control_plane.core.scheduler import Scheduler
 from tests.support.checking_worker import WEIGHTS, CheckingWorker, next_token
 
 
@@ -41,10 +42,10 @@ class Harness:
     config: SchedulerConfig
     now: float = 0.0
     epoch: int = 1
-    requests: dict[RequestId, Request] = field(default_factory=dict)
-    outputs: dict[RequestId, list[int]] = field(default_factory=dict)
-    reasons: dict[RequestId, FinishReason] = field(default_factory=dict)
-    interrupted: set[RequestId] = field(default_factory=set)
+    requests: dict[SequenceId, Request] = field(default_factory=dict)
+    outputs: dict[SequenceId, list[int]] = field(default_factory=dict)
+    reasons: dict[SequenceId, FinishReason] = field(default_factory=dict)
+    interrupted: set[SequenceId] = field(default_factory=set)
     salts: dict[int, str] = field(default_factory=dict)
     results: deque[StepResult] = field(default_factory=deque)
 
@@ -54,32 +55,33 @@ class Harness:
         self.cached = self.config.enable_prefix_caching
 
     @property
-    def live(self) -> list[RequestId]:
+    def live(self) -> list[SequenceId]:
         return [name for name in self.requests if name not in self.reasons]
 
     def submit(self, request: Request) -> None:
         longest = self.config.max_sequence_token_count - 1
         waiting = self.scheduler.stats().waiting
+        name = SequenceId(request.seed)
         self.salts[request.seed] = request.cache_salt
         if len(request.prompt_token_ids) > longest:
             with pytest.raises(RequestTooLong, match=str(longest)):
-                self.scheduler.submit(request)
+                self.scheduler.add(name, request)
         elif waiting >= self.config.max_waiting_count:
             with pytest.raises(QueueFull) as refused:
-                self.scheduler.submit(request)
+                self.scheduler.add(name, request)
             assert refused.value.retry_after > 0
         else:
-            self.scheduler.submit(request)
-            self.requests[request.request_id] = request
-            self.outputs[request.request_id] = []
-            with pytest.raises(DuplicateRequest):
-                self.scheduler.submit(request)
+            self.scheduler.add(name, request)
+            self.requests[name] = request
+            self.outputs[name] = []
+            with pytest.raises(AssertionError):
+                self.scheduler.add(name, request)
 
     def schedule(self, faulty: int | None = None) -> StepPlan | None:
         ledger = self.scheduler.ledger
         full = len(ledger.inflight) >= self.config.max_inflight_step_count
         first = ledger.running.first if ledger.running else None
-        fresh = first is not None and first.computed < first.last_position
+        fresh = first is not None and first.computed < first.token_limit - 1
         plan = self.scheduler.schedule(self.now)
         if plan is None:
             assert full or ledger.inflight or not ledger.sequences, "work, but no plan"
@@ -95,11 +97,11 @@ class Harness:
         for output in self.scheduler.update(self.results.popleft()):
             self.take(output)
 
-    def take(self, output: RequestOutput) -> None:
-        name = output.request_id
+    def take(self, output: SequenceOutput) -> None:
+        name = output.sequence_id
         assert name not in self.reasons, "tokens for a request that was over"
-        assert output.token_ids or output.finish
-        self.outputs[name] += output.token_ids
+        assert output.tokens.ids or output.finish
+        self.outputs[name] += output.tokens.ids
         request = self.requests[name]
         expected, reason = alone(request, self.config.max_sequence_token_count)
         got = self.outputs[name]
@@ -121,7 +123,7 @@ class Harness:
             own = request.stop.stop_token_ids
             assert finish.stop_token_id == (got[-1] if got[-1] in own else None)
 
-    def finish(self, name: RequestId, reason: FinishReason) -> None:
+    def finish(self, name: SequenceId, reason: FinishReason) -> None:
         finish = self.scheduler.finish(name, reason)
         assert finish is not None and finish.reason is reason
         assert finish.usage.completion_tokens == len(self.outputs[name])

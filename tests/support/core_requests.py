@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 
+from control_plane.core.config import SchedulerConfig
+from control_plane.core.events import SequenceOutput
 from control_plane.core.plan import BlockId, Row, StepPlan, StepResult, WeightVersion
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
-from control_plane.core.scheduler import Scheduler, SchedulerConfig
+from control_plane.core.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+    StopScanner,
+)
+from control_plane.core.scheduler import Scheduler
+from control_plane.core.tokens import Tokens
 
 WEIGHTS = WeightVersion(1, "w")
 
@@ -52,7 +63,7 @@ def request(
 ) -> Request:
     return Request(
         request_id=RequestId(name),
-        prompt_token_ids=tuple(prompt),
+        prompt_token_ids=array("I", prompt),
         sampling=SamplingParams(temperature=0.0),
         seed=1,
         stop=StopConditions(max_tokens, stops, ends),
@@ -60,6 +71,22 @@ def request(
         priority=priority,
         cache_salt=salt,
     )
+
+
+def sequence(name: str) -> SequenceId:
+    """The sequence of the request of this name: each has one."""
+    return SequenceId(int.from_bytes(name.encode(), "big"))
+
+
+def name_of(output: SequenceOutput) -> str:
+    """Whose output it is."""
+    length = -(-output.sequence_id.bit_length() // 8)
+    return output.sequence_id.to_bytes(length, "big").decode()
+
+
+def add(scheduler: Scheduler, asked: Request, scanner: StopScanner | None = None) -> None:
+    """Queues the request's sequence."""
+    scheduler.add(sequence(asked.request_id), asked, scanner)
 
 
 def planned(scheduler: Scheduler, now: float = 0.0) -> StepPlan:
@@ -76,7 +103,7 @@ def result(plan: StepPlan, tokens: Mapping[int, int] | Mapping[Row, int]) -> Ste
         step_id=plan.step_id,
         rows=[Row(row) for row in tokens],
         token_counts=[1] * len(tokens),
-        tokens=list(tokens.values()),
+        tokens=Tokens(list(tokens.values())),
     )
 
 

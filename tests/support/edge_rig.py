@@ -14,7 +14,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import Request, RequestId, StopScanner
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.interceptors import StatusInterceptor
 from control_plane.shell.engine import ServedModel
@@ -42,6 +42,10 @@ class FakeEngine:
     refusal: Exception | None = None
     requests: list[Request] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
+    scanner: StopScanner | None = None
+    """The newest request's."""
+    counted: int = 0
+    """Tokens that `push` gave it."""
     finished: list[tuple[str, FinishReason]] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -49,11 +53,14 @@ class FakeEngine:
     def served_model(self) -> ServedModel | None:
         return self.model
 
-    def submit(self, request: Request, stream: TokenStream) -> None:
+    def submit(
+        self, request: Request, stream: TokenStream, scanner: StopScanner | None = None
+    ) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
         self.streams.append(stream)
+        self.scanner, self.counted = scanner, 0
         self.submitted.set()
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
@@ -66,6 +73,18 @@ class FakeEngine:
         async with asyncio.timeout(60):
             await self.submitted.wait()
         return self.streams[-1]
+
+    def push(self, tokens: list[int], finish: Finish | None = None) -> int:
+        """Gives the newest request tokens as the core does, to the end of a stop string at most.
+
+        Returns how many it got.
+        """
+        count = None if self.scanner is None else self.scanner.push(tokens)
+        self.counted += len(tokens) if count is None else count
+        if count is not None:
+            finish = self.end(FinishReason.STOP, self.counted)
+        self.streams[-1].push(tokens[:count], finish)
+        return len(tokens[:count])
 
     def end(self, reason: FinishReason, completion_tokens: int = 0, **rest: object) -> Finish:
         """A finish of the newest request."""

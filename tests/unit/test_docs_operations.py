@@ -7,8 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from control_plane.core.events import FinishReason
-from control_plane.core.stats import Stats
+from control_plane.core.events import FinishReason, Stats
 from control_plane.observability.metrics import Telemetry
 from tests.support.planes import ROOT
 from twinplane.settings.control import ControlConfig

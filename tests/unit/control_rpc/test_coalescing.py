@@ -165,7 +165,7 @@ def test_what_is_ready_is_taken_at_the_same_moment_however_many_streams_there_ar
 
     async def main(loop: VirtualLoop) -> None:
         turns = Turns()
-        streams = [TokenStream(None, turns) for _ in range(256)]
+        streams = [TokenStream(turns) for _ in range(256)]
         for round_number in range(1, 4):
             takers = [asyncio.create_task(stream.take()) for stream in streams]
             await asyncio.sleep(1.0)

@@ -7,9 +7,9 @@ import logging
 import grpc
 import pytest
 
-from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
+from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
-from control_plane.shell.engine import EngineDraining, EngineLost
+from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (

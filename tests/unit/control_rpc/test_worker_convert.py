@@ -179,7 +179,7 @@ def test_a_result_is_read_as_the_worker_meant_it() -> None:
     assert not message.token_counts
     read = result_from_pb(step_pb2.StepResult.FromString(message.SerializeToString()))
     assert (read.epoch, read.step_id) == (7, 9)
-    assert (read.rows, read.token_counts, read.tokens) == ([5, 2], [1, 1], [49151, 0])
+    assert (read.rows, read.token_counts, read.tokens.ids) == ([5, 2], [1, 1], [49151, 0])
     assert read.faults == [RowFault(Row(3), "invalid_logits", "nan")]
     assert (read.queued_seconds, read.executed_seconds) == (0.25, 1.5)
 

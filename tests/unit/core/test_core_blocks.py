@@ -7,6 +7,7 @@ from array import array
 from control_plane.core.block_pool import BlockPool
 from control_plane.core.plan import BlockId
 from control_plane.core.prefix_cache import PrefixCache
+from control_plane.core.request import SequenceId
 from control_plane.core.sequence import Sequence
 from tests.support.core_requests import request
 
@@ -19,7 +20,10 @@ def sequence_of(
     """A sequence with all its tokens computed into these blocks."""
     asked = request("a", tokens, salt=salt)
     return Sequence(
+        sequence_id=SequenceId(1),
         request=asked,
+        prompt_count=len(tokens),
+        scanner=None,
         rank=(0.0, 0.0, 0),
         token_ids=array("I", tokens),
         token_limit=100,

@@ -11,7 +11,8 @@ from control_plane.core import invariants
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason, Usage
 from control_plane.core.plan import Row, RowFault, StepResult
-from tests.support.core_requests import config, planned, request, result, scheduler_of
+from control_plane.core.tokens import Tokens
+from tests.support.core_requests import add, config, name_of, planned, request, result, scheduler_of
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,9 @@ from tests.support.core_requests import config, planned, request, result, schedu
 def test_why_a_request_ends(token: int, reason: FinishReason, stop_token: int | None) -> None:
     scheduler = scheduler_of(config())
     asked = request("a", [1, 2], max_tokens=1, stops=frozenset({9}), ends=frozenset({8}))
-    scheduler.submit(asked)
+    add(scheduler, asked)
     [output] = scheduler.update(result(planned(scheduler), {0: token}))
-    assert output.token_ids == [token]
+    assert output.tokens.ids == [token]
     assert output.finish is not None
     assert (output.finish.reason, output.finish.stop_token_id) == (reason, stop_token)
     assert output.finish.usage == Usage(2, 0, 1)
@@ -35,7 +36,7 @@ def test_why_a_request_ends(token: int, reason: FinishReason, stop_token: int | 
 
 def test_the_models_length_ends_a_request_before_max_tokens() -> None:
     scheduler = scheduler_of(config(longest=4))
-    scheduler.submit(request("a", [1, 2], max_tokens=100))
+    add(scheduler, request("a", [1, 2], max_tokens=100))
     scheduler.update(result(planned(scheduler), {0: 5}))
     [output] = scheduler.update(result(planned(scheduler), {0: 5}))
     assert output.finish is not None and output.finish.reason is FinishReason.LENGTH
@@ -43,7 +44,7 @@ def test_the_models_length_ends_a_request_before_max_tokens() -> None:
 
 def test_a_stop_drops_the_tokens_sampled_beyond_it() -> None:
     scheduler = scheduler_of(config(inflight=2))
-    scheduler.submit(request("a", [1, 2], ends=frozenset({8})))
+    add(scheduler, request("a", [1, 2], ends=frozenset({8})))
     plans = [planned(scheduler), planned(scheduler)]
     [output] = scheduler.update(result(plans[0], {0: 8}))
     assert output.finish is not None and output.finish.usage.completion_tokens == 1
@@ -53,20 +54,20 @@ def test_a_stop_drops_the_tokens_sampled_beyond_it() -> None:
 
 def test_a_fault_ends_its_row_alone_and_nothing_of_it_stays_cached() -> None:
     scheduler = scheduler_of(config(inflight=2))
-    scheduler.submit(request("a", [1, 2, 3, 4, 5]))
-    scheduler.submit(request("b", [6, 7]))
+    add(scheduler, request("a", [1, 2, 3, 4, 5]))
+    add(scheduler, request("b", [6, 7]))
     plans = [planned(scheduler), planned(scheduler)]
     fault = RowFault(Row(0), "INVALID_LOGITS", "NaN")
     outputs = scheduler.update(replace(result(plans[0], {1: 4}), faults=[fault]))
-    assert [(output.request_id, output.token_ids) for output in outputs] == [("b", [4]), ("a", [])]
+    assert [(name_of(output), output.tokens.ids) for output in outputs] == [("b", [4]), ("a", [])]
     finish = outputs[1].finish
     assert finish is not None
     assert (finish.reason, finish.detail) == (FinishReason.FAULT, "INVALID_LOGITS: NaN")
     invariants.check(scheduler)
     # The step behind it was sent before anybody knew: its row may fault again or have a token.
     [output] = scheduler.update(replace(result(plans[1], {1: 4}), faults=[fault]))
-    assert output.request_id == "b"
-    scheduler.submit(request("c", [1, 2, 3, 4, 5]))
+    assert name_of(output) == "b"
+    add(scheduler, request("c", [1, 2, 3, 4, 5]))
     assert planned(scheduler).added[0].computed_token_count == 0
 
 
@@ -76,18 +77,18 @@ def test_a_fault_ends_its_row_alone_and_nothing_of_it_stays_cached() -> None:
         lambda r: replace(r, step_id=2),
         lambda r: replace(r, epoch=6),
         lambda r: replace(r, rows=[Row(1), Row(0)]),
-        lambda r: replace(r, rows=[Row(0)], tokens=[5], token_counts=[1]),
-        lambda r: replace(r, tokens=[5]),
-        lambda r: replace(r, tokens=[5, 6, 7]),
-        lambda r: replace(r, tokens=[5, -1]),
-        lambda r: replace(r, tokens=[5, 2**32]),
+        lambda r: replace(r, rows=[Row(0)], tokens=Tokens([5]), token_counts=[1]),
+        lambda r: replace(r, tokens=Tokens([5])),
+        lambda r: replace(r, tokens=Tokens([5, 6, 7])),
+        lambda r: replace(r, tokens=Tokens([5, -1])),
+        lambda r: replace(r, tokens=Tokens([5, 2**32])),
         lambda r: replace(r, token_counts=[2, 0]),
         lambda r: replace(r, faults=[RowFault(Row(0), "INVALID_LOGITS", "")]),
         lambda r: replace(r, faults=[RowFault(Row(3), "INVALID_LOGITS", "")]),
         lambda r: replace(
             r,
             rows=[Row(0)],
-            tokens=[5],
+            tokens=Tokens([5]),
             token_counts=[1],
             faults=[RowFault(Row(1), "INVALID_LOGITS", "")] * 2,
         ),
@@ -97,8 +98,8 @@ def test_a_result_that_no_plan_asked_for_changes_nothing(
     spoil: Callable[[StepResult], StepResult],
 ) -> None:
     scheduler = scheduler_of(config(inflight=2))
-    scheduler.submit(request("a", [1, 2]))
-    scheduler.submit(request("b", [3]))
+    add(scheduler, request("a", [1, 2]))
+    add(scheduler, request("b", [3]))
     right = result(planned(scheduler), {0: 5, 1: 6})
     planned(scheduler)
     before = scheduler.stats()
@@ -111,7 +112,7 @@ def test_a_result_that_no_plan_asked_for_changes_nothing(
 
 def test_a_result_with_no_plan_in_flight_is_refused() -> None:
     scheduler = scheduler_of(config())
-    scheduler.submit(request("a", [1, 2], max_tokens=1))
+    add(scheduler, request("a", [1, 2], max_tokens=1))
     answered = result(planned(scheduler), {0: 5})
     scheduler.update(answered)
     with pytest.raises(ResultMismatch, match="no plan is in flight"):

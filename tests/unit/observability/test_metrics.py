@@ -11,7 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
+from control_plane.core.request import (
+    Request,
+    RequestId,
+    SamplingParams,
+    SequenceId,
+    StopConditions,
+)
 from control_plane.core.scheduler import Scheduler
 from control_plane.observability.metrics import Histogram, Telemetry
 from control_plane.observability.metrics_server import MetricsServer
@@ -49,8 +55,9 @@ def test_the_cores_counts_are_exposed() -> None:
     core = Scheduler(config, 1, WeightVersion(1, "a" * 64))
     telemetry.follow(core.stats)
     for name in "abc":
-        core.submit(
-            Request(RequestId(name), tuple(range(20)), SamplingParams(), 0, StopConditions(5), 0.0)
+        core.add(
+            SequenceId(ord(name)),
+            Request(RequestId(name), tuple(range(20)), SamplingParams(), 0, StopConditions(5), 0.0),
         )
     core.schedule(0.0)
     found = samples(telemetry)

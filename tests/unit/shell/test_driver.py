@@ -6,11 +6,10 @@ import asyncio
 
 import pytest
 
-from control_plane.core.errors import DuplicateRequest
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
-from control_plane.shell.engine import EngineDraining, EngineLost
+from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
