@@ -10,7 +10,13 @@ import asyncio
 
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert as control_convert
-from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    MemoryPool,
+    RefusalReason,
+    WorkerInfo,
+    WorkerLost,
+    WorkerRefused,
+)
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 from worker_service.domain.errors import WorkerError
 from worker_service.domain.plan import CONTRACT_VERSION
@@ -46,7 +52,7 @@ class InProcessWorker:
             )
             pool = await self._facade.memory_pool()
         except WorkerError as error:
-            raise WorkerRefused(error.reason, str(error)) from error
+            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
         self._last_epoch = epoch
         self._pipeline = Pipeline()
         self._results = asyncio.Queue()
@@ -73,7 +79,7 @@ class InProcessWorker:
                 worker_convert.forward_from_pb(request), self._pipeline
             )
         except WorkerError as error:
-            raise WorkerRefused(error.reason, str(error)) from error
+            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
         self._results.put_nowait(future)
 
     async def receive(self) -> StepResult:
@@ -84,7 +90,7 @@ class InProcessWorker:
         try:
             result = await future
         except WorkerError as error:
-            raise WorkerRefused(error.reason, str(error)) from error
+            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
         message = worker_convert.result_to_pb(result).SerializeToString()
         self.received_bytes += len(message)
         return control_convert.result_from_pb(step_pb2.StepResult.FromString(message))

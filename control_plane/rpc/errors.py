@@ -23,8 +23,8 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from control_plane.core.errors import QueueFull, RequestTooLong
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
+from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
+from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 
 ERROR_DOMAIN = "twinplane"
@@ -176,6 +176,8 @@ def status_of(error: Exception) -> Status | None:
             return Status(
                 code.UNAVAILABLE, "REQUEST_CANCELLED", message, retry_after=_WORKER_RETRY_SECONDS
             )
+        case VocabularyMismatch():
+            return Status(code.FAILED_PRECONDITION, "VOCABULARY_MISMATCH", message)
         case RowFailed():
             return Status(code.INTERNAL, "ROW_FAULT", message)
         case _:

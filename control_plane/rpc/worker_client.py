@@ -16,7 +16,13 @@ from grpc_status import rpc_status
 
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert
-from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    MemoryPool,
+    RefusalReason,
+    WorkerInfo,
+    WorkerLost,
+    WorkerRefused,
+)
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
 from twinplane.worker.v1 import (
     info_pb2,
@@ -138,7 +144,8 @@ def _translate(error: grpc.aio.AioRpcError) -> WorkerLost | WorkerRefused:
     message = error.details() or error.code().name
     if reason is None:
         return WorkerLost(f"{error.code().name}: {message}")
-    return WorkerRefused(reason, message)
+    known = RefusalReason(reason)
+    return WorkerRefused(known, message if known == reason else f"{reason}: {message}")
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str | None:

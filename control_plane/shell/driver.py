@@ -29,26 +29,26 @@ from control_plane.shell.engine import (
     EngineError,
     EngineLost,
     ServedModel,
+    VocabularyMismatch,
 )
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.live_requests import LiveRequests
 from control_plane.shell.ports import (
     Clock,
     MemoryPool,
+    RefusalReason,
     Worker,
     WorkerInfo,
     WorkerLost,
     WorkerRefused,
+    WorkerUnusable,
 )
 from control_plane.shell.stream import TokenStream
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
 
-_STALE_EPOCH = "STALE_EPOCH"
-_WORKER_LOADING = "WORKER_LOADING"
-
-_ClaimEnd = WorkerLost | WorkerRefused | ResultMismatch
+_ClaimEnd = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ class Driver:
         if self._core is None or self._is_lost():
             raise EngineLost("no worker is attached")
         if max(request.prompt_token_ids) >= self._vocabulary_size:
-            # The tokenizer is not this model's. The worker would refuse the whole step.
-            raise EngineLost("the worker's model does not know all tokens of this prompt")
+            # The worker would refuse the whole step.
+            raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
         if request.request_id in self._requests:
             raise DuplicateRequest(f"request {request.request_id!r} is not finished")
         self._last_sequence_id += 1
@@ -168,7 +168,7 @@ class Driver:
                 try:
                     await self._claim()
                     await self._execute()
-                except (WorkerLost, WorkerRefused, ResultMismatch) as error:
+                except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     delay = self._lose(error)
                     await self._worker.detach()
                 await self._wait_out(delay)
@@ -222,10 +222,7 @@ class Driver:
 
     def _adopt(self, info: WorkerInfo, pool: MemoryPool) -> None:
         """Makes the core speak to this life of the worker; what can't go on there ends."""
-        try:
-            config = scheduler_config(self._settings.scheduling, info, pool)
-        except ValueError as error:
-            raise WorkerRefused("UNUSABLE_WORKER", str(error)) from error
+        config = scheduler_config(self._settings.scheduling, info, pool)
         known = self._model
         self._vocabulary_size = info.vocabulary_size
         self._model = ServedModel(
@@ -304,7 +301,7 @@ class Driver:
         """Notes that the claim is over; returns the seconds to wait before the next."""
         now = self._clock()
         attached = self._attached_at is not None
-        contested = _refused_with(error, _STALE_EPOCH)
+        contested = _refused_with(error, RefusalReason.STALE_EPOCH)
         if self._attached_at is not None:
             if now - self._attached_at > self._settings.longest_contention_delay:
                 self._contention.reset()
@@ -332,9 +329,11 @@ class Driver:
 
     def _delay_after(self, error: _ClaimEnd) -> float:
         """Seconds to wait before the next claim."""
-        if _refused_with(error, _STALE_EPOCH):
+        if _refused_with(error, RefusalReason.STALE_EPOCH):
             return self._contention.next()
-        starting = isinstance(error, WorkerLost) or _refused_with(error, _WORKER_LOADING)
+        starting = isinstance(error, WorkerLost) or _refused_with(
+            error, RefusalReason.WORKER_LOADING
+        )
         if starting and self._core is None:
             # Clients wait for this worker to come up: whatever is added here, they wait longer.
             return self._settings.starting_delay
@@ -394,5 +393,5 @@ class Driver:
         return self._core
 
 
-def _refused_with(error: _ClaimEnd, reason: str) -> bool:
-    return isinstance(error, WorkerRefused) and error.reason == reason
+def _refused_with(error: _ClaimEnd, reason: RefusalReason) -> bool:
+    return isinstance(error, WorkerRefused) and error.reason is reason

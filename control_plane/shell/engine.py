@@ -3,8 +3,9 @@
 DuplicateRequest     a request of this id is not finished
 
 EngineError
-├── EngineDraining   the server accepts nothing more
-└── EngineLost       the worker is gone and the request could not go on
+├── EngineDraining       the server accepts nothing more
+├── EngineLost           the worker is gone and the request could not go on
+└── VocabularyMismatch   the tokenizer and the worker's model do not belong together
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ class EngineLost(EngineError):
     """No worker can execute the request now."""
 
 
+class VocabularyMismatch(EngineError):
+    """The prompt has tokens that the worker's model lacks. Waiting does not help: one of the planes
+    is configured with the wrong model.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The model that answers. `max_sequence_token_count` counts prompt and output."""
@@ -56,7 +63,7 @@ class Engine(Protocol):
     ) -> None:
         """Queues a request whose tokens go to `stream`, up to the first stop string, if any.
 
-        Raises QueueFull, DuplicateRequest, RequestTooLong or EngineDraining; then nothing is held.
+        Raises QueueFull, DuplicateRequest, RequestTooLong or EngineError; then nothing is held.
         """
         ...
 

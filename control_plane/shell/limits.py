@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from control_plane.core.config import SchedulerConfig
-from control_plane.shell.ports import MemoryPool, WorkerInfo
+from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerUnusable
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,19 @@ class SchedulingSettings:
 def scheduler_config(
     settings: SchedulingSettings, info: WorkerInfo, pool: MemoryPool
 ) -> SchedulerConfig:
-    """The core's limits with this worker. A sequence must fit the pool when it runs alone."""
+    """The core's limits with this worker. A sequence must fit the pool when it runs alone.
+
+    Raises WorkerUnusable when nothing could run.
+    """
+    try:
+        return _smallest_limits(settings, info, pool)
+    except ValueError as error:
+        raise WorkerUnusable(str(error)) from error
+
+
+def _smallest_limits(
+    settings: SchedulingSettings, info: WorkerInfo, pool: MemoryPool
+) -> SchedulerConfig:
     pool_token_count = (pool.block_count - 1) * pool.block_size
     return SchedulerConfig(
         max_sequence_count=_smaller(settings.max_sequence_count, info.max_sequence_count),

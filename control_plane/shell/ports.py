@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from control_plane.core.plan import StepPlan, StepResult, WeightVersion
@@ -43,12 +44,45 @@ class WorkerLost(Exception):
     """The worker can't be reached, or its stream broke: attach again and resync."""
 
 
-class WorkerRefused(Exception):
-    """The worker refused a message; `reason` is the contract's, e.g. STALE_EPOCH."""
+class RefusalReason(StrEnum):
+    """Why a worker refuses a message: the names that a worker uses of the contract's ErrorReason.
 
-    def __init__(self, reason: str, message: str) -> None:
+    UNKNOWN stands for every reason that this controller does not know, e.g. a newer worker's.
+    """
+
+    INVALID_PLAN = "INVALID_PLAN"
+    STALE_EPOCH = "STALE_EPOCH"
+    CONTRACT_VERSION_MISMATCH = "CONTRACT_VERSION_MISMATCH"
+    WEIGHT_VERSION_MISMATCH = "WEIGHT_VERSION_MISMATCH"
+    STEP_GAP = "STEP_GAP"
+    STEP_RESULT_GONE = "STEP_RESULT_GONE"
+    STEP_CONFLICT = "STEP_CONFLICT"
+    STEP_HELD = "STEP_HELD"
+    STEP_NOT_HELD = "STEP_NOT_HELD"
+    PLAN_MISMATCH = "PLAN_MISMATCH"
+    WORKER_LOADING = "WORKER_LOADING"
+    WORKER_DRAINING = "WORKER_DRAINING"
+    RUNNER_FAILED = "RUNNER_FAILED"
+    INTERNAL = "INTERNAL"
+    UNKNOWN = "UNKNOWN"
+
+    @classmethod
+    def _missing_(cls, value: object) -> RefusalReason:
+        return cls.UNKNOWN
+
+
+class WorkerRefused(Exception):
+    """The worker refused a message and said why."""
+
+    def __init__(self, reason: RefusalReason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+
+
+class WorkerUnusable(Exception):
+    """The worker answers, but this controller's settings and the worker's limits leave no room to
+    run anything.
+    """
 
 
 class Worker(Protocol):

@@ -16,6 +16,13 @@ from dataclasses import dataclass, field
 from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    MemoryPool,
+    RefusalReason,
+    WorkerInfo,
+    WorkerLost,
+    WorkerRefused,
+)
 
 VOCABULARY = 97
 _MODULUS = 1_000_003
@@ -85,7 +92,9 @@ class Machine:
     def claim(self, epoch: int) -> tuple[WorkerInfo, MemoryPool]:
         """Attach."""
         if epoch <= self.epoch:
-            raise WorkerRefused("STALE_EPOCH", f"epoch {epoch} is not above {self.epoch}")
+            raise WorkerRefused(
+                RefusalReason.STALE_EPOCH, f"epoch {epoch} is not above {self.epoch}"
+            )
         self.epoch = epoch
         self.last_step = 0
         self.rows.clear()
@@ -112,9 +121,13 @@ class Machine:
     def execute(self, plan: StepPlan) -> StepResult:
         """Forward with inline sampling."""
         if plan.epoch != self.epoch:
-            raise WorkerRefused("STALE_EPOCH", f"epoch {plan.epoch}, claimed by {self.epoch}")
+            raise WorkerRefused(
+                RefusalReason.STALE_EPOCH, f"epoch {plan.epoch}, claimed by {self.epoch}"
+            )
         if plan.step_id != self.last_step + 1:
-            raise WorkerRefused("STEP_GAP", f"step {plan.step_id} after {self.last_step}")
+            raise WorkerRefused(
+                RefusalReason.STEP_GAP, f"step {plan.step_id} after {self.last_step}"
+            )
         self.last_step = plan.step_id
         self.executed_plans.append(plan)
         for row in plan.removed_rows:
@@ -187,7 +200,7 @@ class Machine:
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise WorkerRefused("PLAN_MISMATCH", message)
+        raise WorkerRefused(RefusalReason.PLAN_MISMATCH, message)
 
 
 def no_delay() -> float:

@@ -9,7 +9,7 @@ import pytest
 
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
+from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (
@@ -52,6 +52,12 @@ REFUSALS = {
     ),
     "drain": (EngineDraining("draining"), grpc.StatusCode.UNAVAILABLE, "DRAINING", 1.0),
     "loss": (EngineLost("gone"), grpc.StatusCode.UNAVAILABLE, "NO_WORKER", 1.0),
+    "wrong model": (
+        VocabularyMismatch("not the model's tokens"),
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "VOCABULARY_MISMATCH",
+        None,
+    ),
 }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
-from control_plane.shell.ports import MemoryPool
+from control_plane.shell.ports import MemoryPool, WorkerUnusable
 from tests.simulation.fake_worker import Machine
 from twinplane.settings.control import ControlConfig
 
@@ -68,3 +68,8 @@ def test_set_limits_only_lower_the_workers() -> None:
 def test_a_sequence_is_never_longer_than_the_pool() -> None:
     config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(9, 4, 1))
     assert config.max_sequence_token_count == 32
+
+
+def test_a_pool_without_room_for_a_sequence_makes_the_worker_unusable() -> None:
+    with pytest.raises(WorkerUnusable, match="max_sequence_token_count"):
+        limits(SchedulingSettings(), Machine(), pool=MemoryPool(1, 4, 1))

@@ -9,7 +9,7 @@ import pytest
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
+from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
@@ -84,7 +84,7 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_worker() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine())
         async with running(loop, worker) as rig:
-            with pytest.raises(EngineLost, match="tokens"):
+            with pytest.raises(VocabularyMismatch, match="tokens"):
                 rig.submit(request("a", [5, 97], 3))
             assert not worker.machine.executed_plans
 

@@ -11,7 +11,13 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
-from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    MemoryPool,
+    RefusalReason,
+    WorkerInfo,
+    WorkerLost,
+    WorkerRefused,
+)
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
@@ -195,7 +201,7 @@ class Starting(FakeWorker):
         if now < 3.0:
             raise WorkerLost("no such socket")
         if now < 7.05:
-            raise WorkerRefused("WORKER_LOADING", f"{now} s of loading")
+            raise WorkerRefused(RefusalReason.WORKER_LOADING, f"{now} s of loading")
         return await super().attach(epoch)
 
 
