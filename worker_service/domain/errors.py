@@ -1,4 +1,4 @@
-"""Why the worker refuses a message. Whatever is refused was not executed. The tree:
+"""Why the worker refuses a message. But for RunnerFailed, nothing was executed. The tree:
 
 WorkerError
 ├── PlanInvalid           the plan could follow from no state: names the field
@@ -15,17 +15,37 @@ WorkerError
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import ClassVar
+
+
+class Reason(StrEnum):
+    """The names that a worker uses of the contract's ErrorReason."""
+
+    INVALID_PLAN = "INVALID_PLAN"
+    STALE_EPOCH = "STALE_EPOCH"
+    CONTRACT_VERSION_MISMATCH = "CONTRACT_VERSION_MISMATCH"
+    WEIGHT_VERSION_MISMATCH = "WEIGHT_VERSION_MISMATCH"
+    STEP_GAP = "STEP_GAP"
+    STEP_RESULT_GONE = "STEP_RESULT_GONE"
+    STEP_CONFLICT = "STEP_CONFLICT"
+    ROW_NOT_HELD = "ROW_NOT_HELD"
+    PLAN_MISMATCH = "PLAN_MISMATCH"
+    WORKER_LOADING = "WORKER_LOADING"
+    WORKER_DRAINING = "WORKER_DRAINING"
+    RUNNER_FAILED = "RUNNER_FAILED"
+
 
 class WorkerError(Exception):
-    """A request the worker refuses; nothing was executed. `reason` goes into ErrorInfo."""
+    """A request the worker refuses. Each error that is raised has a reason of its own."""
 
-    reason = "INTERNAL"
+    reason: ClassVar[Reason]
 
 
 class PlanInvalid(WorkerError):
     """The plan is malformed, whatever the worker's state."""
 
-    reason = "INVALID_PLAN"
+    reason = Reason.INVALID_PLAN
 
     def __init__(self, field_path: str, description: str) -> None:
         super().__init__(f"{field_path}: {description}")
@@ -40,70 +60,68 @@ class Precondition(WorkerError):
 class StaleEpoch(Precondition):
     """Another controller holds a newer claim."""
 
-    reason = "STALE_EPOCH"
+    reason = Reason.STALE_EPOCH
 
 
 class ContractMismatch(Precondition):
     """No contract version is shared."""
 
-    reason = "CONTRACT_VERSION_MISMATCH"
+    reason = Reason.CONTRACT_VERSION_MISMATCH
 
 
 class WeightVersionMismatch(Precondition):
     """The plan was made for other weights."""
 
-    reason = "WEIGHT_VERSION_MISMATCH"
+    reason = Reason.WEIGHT_VERSION_MISMATCH
 
 
 class StepGap(Precondition):
     """A step id is missing before this one."""
 
-    reason = "STEP_GAP"
+    reason = Reason.STEP_GAP
 
 
 class StepResultGone(Precondition):
     """The step was executed and its result is no longer kept."""
 
-    reason = "STEP_RESULT_GONE"
+    reason = Reason.STEP_RESULT_GONE
 
 
 class StepConflict(Precondition):
     """Another plan was executed under this step id."""
 
-    reason = "STEP_CONFLICT"
+    reason = Reason.STEP_CONFLICT
 
 
 class RowNotHeld(Precondition):
     """Sample names a row whose logits that step does not hold."""
 
-    reason = "ROW_NOT_HELD"
+    reason = Reason.ROW_NOT_HELD
 
 
 class PlanMismatch(Precondition):
     """Rows, positions or tokens differ from what the worker holds."""
 
-    reason = "PLAN_MISMATCH"
+    reason = Reason.PLAN_MISMATCH
 
 
 class WorkerUnavailable(WorkerError):
     """The worker executes nothing at present; the same request may be answered later."""
 
-    reason = "WORKER_UNAVAILABLE"
-
 
 class WorkerLoading(WorkerUnavailable):
     """The weights are being loaded."""
 
-    reason = "WORKER_LOADING"
+    reason = Reason.WORKER_LOADING
 
 
 class WorkerDraining(WorkerUnavailable):
     """The worker finishes what it has and then ends."""
 
-    reason = "WORKER_DRAINING"
+    reason = Reason.WORKER_DRAINING
 
 
 class RunnerFailed(WorkerError):
-    """The runner raised what it should not: nothing runs in this epoch any more."""
+    """The runner raised an unexpected error: nothing runs in this epoch any more."""
 
-    reason = "RUNNER_FAILED"
+    reason = Reason.RUNNER_FAILED
