@@ -25,7 +25,8 @@ class Violation:
 
 
 class TwinplaneError(Exception):
-    """Base of all. `reason` and `metadata` are the server's ErrorInfo, empty when it sent none.
+    """Base of all. `reason` and `metadata` are the server's ErrorInfo, empty when it sent none: the
+    reason is a name of twinplane.common.v1.ErrorReason without the prefix, e.g. QUEUE_FULL.
 
     `retry_after` is in seconds: how long the server asks to be left alone before another attempt,
     None when it says nothing.

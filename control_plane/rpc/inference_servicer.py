@@ -14,12 +14,7 @@ import grpc
 
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import Request, RequestId, StopConditions
-from control_plane.rpc.errors import (
-    FieldViolation,
-    GenerationCancelled,
-    InvalidRequest,
-    RowFailed,
-)
+from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
 from control_plane.rpc.validation import (
     ChatPrompt,
     GenerateCall,
@@ -41,6 +36,7 @@ from control_plane.text.assembler import TextAssembler
 from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
+from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 GenerateContext = grpc.aio.ServicerContext[
@@ -148,7 +144,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 case _:
                     assert_never(prompt)
         except TextTooLong as error:
-            raise InvalidRequest([FieldViolation(prompt.field, str(error))]) from error
+            raise InvalidRequest([Violation(prompt.field, str(error))]) from error
 
     def _core_request(
         self,

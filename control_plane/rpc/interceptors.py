@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from control_plane.rpc.errors import abort, internal_status, status_of
+from control_plane.rpc.errors import status_of
+from twinplane.grpc.status import abort, internal_status
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from control_plane.core.request import SamplingParams
-from control_plane.rpc.errors import FieldViolation, InvalidRequest, NoModelServed, UnknownModel
+from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
 from twinplane.common.v1 import types_pb2
+from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
 
 CHARACTERS_PER_TOKEN = 32
@@ -96,11 +97,11 @@ class _Checker:
     """Collects broken rules."""
 
     def __init__(self) -> None:
-        self._violations: list[FieldViolation] = []
+        self._violations: list[Violation] = []
 
     def require(self, holds: bool, field: str, rule: str) -> bool:
         if not holds:
-            self._violations.append(FieldViolation(field, rule))
+            self._violations.append(Violation(field, rule))
         return holds
 
     def known_fields(self, message: Message, path: str = "") -> None:

@@ -11,8 +11,6 @@ import asyncio
 from typing import Any
 
 import grpc
-from google.rpc import error_details_pb2
-from grpc_status import rpc_status
 
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.rpc import convert
@@ -24,6 +22,7 @@ from control_plane.shell.ports import (
     WorkerRefused,
 )
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
+from twinplane.grpc.status import Status, read, read_ended
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
@@ -91,7 +90,7 @@ class GrpcWorker:
                 model_runner_pb2.GetMemoryPoolRequest(), timeout=timeout
             )
         except grpc.aio.AioRpcError as error:
-            raise _translate(error) from error
+            raise _translate(read(error)) from error
         self._last_epoch = epoch
         self._execute = stub.Execute()
         return convert.info_from_pb(attached.worker_info), convert.pool_from_pb(pool.memory_pool)
@@ -107,7 +106,7 @@ class GrpcWorker:
         except asyncio.InvalidStateError as error:  # the call is over; its status says why
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:
-            raise _translate(error) from error
+            raise _translate(read(error)) from error
 
     async def receive(self) -> StepResult:
         """Reads the next result. Raises WorkerLost or WorkerRefused when the pipeline ends."""
@@ -117,7 +116,7 @@ class GrpcWorker:
         except asyncio.InvalidStateError as error:
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:
-            raise _translate(error) from error
+            raise _translate(read(error)) from error
         if not isinstance(response, model_runner_pb2.ExecuteResponse):  # the end of the stream
             raise await _ended(call)
         if response.WhichOneof("message") != "forward":
@@ -139,29 +138,13 @@ class GrpcWorker:
         return self._execute
 
 
-def _translate(error: grpc.aio.AioRpcError) -> WorkerLost | WorkerRefused:
-    reason = _reason(error)
-    message = error.details() or error.code().name
-    if reason is None:
-        return WorkerLost(f"{error.code().name}: {message}")
-    known = RefusalReason(reason)
-    return WorkerRefused(known, message if known == reason else f"{reason}: {message}")
-
-
-def _reason(error: grpc.aio.AioRpcError) -> str | None:
-    """The reason of the status's ErrorInfo, if it carries one."""
-    try:
-        # An AioRpcError has all that from_call asks of a call.
-        status = rpc_status.from_call(error)
-    except ValueError:  # the details contradict the status: not from a worker of ours
-        return None
-    if status is None:
-        return None
-    info = error_details_pb2.ErrorInfo()
-    for detail in status.details:
-        if detail.Unpack(info):
-            return str(info.reason)
-    return None
+def _translate(status: Status) -> WorkerLost | WorkerRefused:
+    """A status with a reason comes from the worker; one without is the connection's."""
+    if not status.reason:
+        return WorkerLost(f"{status.code.name}: {status.message}")
+    reason = RefusalReason(status.reason)
+    known = reason is not RefusalReason.UNKNOWN
+    return WorkerRefused(reason, status.message if known else f"{status.reason}: {status.message}")
 
 
 async def _ended(call: Any) -> WorkerLost | WorkerRefused:
@@ -169,11 +152,4 @@ async def _ended(call: Any) -> WorkerLost | WorkerRefused:
     code = await call.code()
     if code is grpc.StatusCode.OK:
         return WorkerLost("the worker closed the pipeline")
-    return _translate(
-        grpc.aio.AioRpcError(
-            code,
-            await call.initial_metadata(),
-            await call.trailing_metadata(),
-            details=await call.details(),
-        )
-    )
+    return _translate(read_ended(code, await call.details(), await call.trailing_metadata()))

@@ -8,19 +8,19 @@ import pytest
 
 from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
 from control_plane.rpc.errors import (
-    FieldViolation,
     GenerationCancelled,
     InvalidRequest,
     NoModelServed,
     RowFailed,
     UnknownModel,
-    internal_status,
     status_of,
 )
 from control_plane.shell.engine import EngineDraining, EngineLost, VocabularyMismatch
 from control_plane.shell.ports import RefusalReason
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1.errors_pb2 import ErrorReason
+from twinplane.errors import Violation
+from twinplane.grpc.status import internal_status
 from worker_service.domain.errors import Reason, WorkerError
 
 PREFIX = "ERROR_REASON_"
@@ -29,7 +29,7 @@ CONTRACT = {name.removeprefix(PREFIX) for name in NAMES} - {"UNSPECIFIED"}
 WORKER = {reason.value for reason in Reason} | {"INTERNAL"}
 
 EDGE_ERRORS = (
-    InvalidRequest([FieldViolation("text", "must not be empty")]),
+    InvalidRequest([Violation("text", "must not be empty")]),
     RequestTooLong("at most 5 tokens"),
     TemplateFailed("the template broke"),
     NoChatTemplate("none"),

@@ -10,7 +10,9 @@ from operator import index
 
 from twinplane.client.values import Message, Prompt
 from twinplane.common.v1 import types_pb2
+from twinplane.common.v1.errors_pb2 import ERROR_REASON_INVALID_FIELD
 from twinplane.errors import InvalidRequest, Violation
+from twinplane.grpc.status import reason_name
 from twinplane.inference.v1 import inference_pb2 as pb
 
 
@@ -142,6 +144,6 @@ def _text(path: str, value: str) -> str:
 def _invalid(path: str, description: str) -> InvalidRequest:
     return InvalidRequest(
         f"{path}: {description}",
-        reason="INVALID_FIELD",
+        reason=reason_name(ERROR_REASON_INVALID_FIELD),
         violations=(Violation(path, description),),
     )

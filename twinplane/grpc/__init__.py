@@ -1,1 +1,2 @@
-"""What the gRPC servers of both planes share: where they listen, their health, their options."""
+"""What everything that speaks gRPC shares: options and statuses; of the servers also health,
+listening and interceptors."""
