@@ -17,8 +17,8 @@ from pathlib import Path
 
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
+from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.interceptors import StatusInterceptor
 from control_plane.rpc.server import ControlServer
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.driver import Driver, DriverSettings
@@ -27,6 +27,7 @@ from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from twinplane import __version__
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
 from twinplane.process.event_loop import new_event_loop
@@ -85,7 +86,8 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
         )
         server = ControlServer(
-            servicer, [StatusInterceptor(telemetry.rpc_finished, lambda: secrets.token_hex(8))]
+            servicer,
+            [StatusInterceptor(status_of, telemetry.rpc_finished, lambda: secrets.token_hex(8))],
         )
         try:
             address = await server.start(config.host, config.port, _socket_path(config))

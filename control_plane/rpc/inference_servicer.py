@@ -37,6 +37,7 @@ from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
+from twinplane.grpc.interceptors import REQUEST_ID
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 GenerateContext = grpc.aio.ServicerContext[
@@ -72,15 +73,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         # Not a generator: its `finally` runs in this task, as soon as the call is cancelled.
         arrival = self._clock()
+        request_id = request.request_id or self._new_request_id()
+        REQUEST_ID.set(request_id)
         model = check_model(request.model, self._engine.served_model())
         call = check_generate(request, model)
-        if not request.request_id:
-            # Written back so that the interceptor, which has this message, can name it in the log.
-            request.request_id = self._new_request_id()
         token_ids = await self._encode(call.prompt)
         max_tokens = check_prompt(call.prompt, len(token_ids), call.stop, model)
         core_request = self._core_request(
-            call, RequestId(request.request_id), token_ids, max_tokens, arrival
+            call, RequestId(request_id), token_ids, max_tokens, arrival
         )
         assembler = self._text.assembler(call.stop.strings)
         stream = TokenStream(self._turns)

@@ -15,14 +15,15 @@ from google.rpc import error_details_pb2, status_pb2
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import WeightVersion
 from control_plane.core.request import Request, RequestId, StopScanner
+from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.interceptors import StatusInterceptor
 from control_plane.shell.engine import ServedModel
 from control_plane.shell.stream import TokenStream
 from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from tests.support.gate import Gate
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage
 
@@ -132,7 +133,7 @@ async def running_edge(text_model: TextModel, limits: TextLimits) -> AsyncIterat
         new_request_id=lambda: f"made-{next(names)}",
     )
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(on_call, lambda: "error-1")],
+        interceptors=[StatusInterceptor(status_of, on_call, lambda: "error-1")],
         options=[("grpc.max_receive_message_length", 16 << 20)],
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import grpc
 
 from twinplane.errors import Violation
-from twinplane.grpc import status
 from twinplane.grpc.status import Status
 from worker_service.domain.errors import (
     PlanInvalid,
     Precondition,
     RunnerFailed,
-    WorkerError,
     WorkerUnavailable,
 )
 
@@ -36,10 +32,3 @@ def status_of(error: Exception) -> Status | None:
             return Status(code.INTERNAL, reason, message)
         case _:
             return None
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: WorkerError) -> NoReturn:
-    """Ends the call with the refusal's status."""
-    refusal = status_of(error)
-    assert refusal is not None, "every WorkerError has its place in the table"
-    await status.abort(context, refusal)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 import grpc
@@ -10,10 +13,13 @@ from grpc_reflection.v1alpha import reflection
 
 from twinplane.grpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from twinplane.grpc.health import HealthServicer
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import listen
 from twinplane.grpc.options import SERVER_OPTIONS, WORKER_CONNECTION_OPTIONS
+from twinplane.process.logs import fields
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 from worker_service.facade import WorkerFacade
+from worker_service.rpc.errors import status_of
 from worker_service.rpc.health import LifecycleReadiness
 from worker_service.rpc.servicer import ModelRunnerServicer
 
@@ -26,17 +32,28 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
 )
+_logger = logging.getLogger(__name__)
+
 # Each open call may hold a message of the largest size.
 _MAX_OPEN_CALLS = 256
 
 
 class WorkerServer:
-    """grpc.aio with ModelRunnerService, health and reflection over one facade."""
+    """grpc.aio with ModelRunnerService, health and reflection over one facade.
 
-    def __init__(self, facade: WorkerFacade) -> None:
+    `new_error_id` names unexpected errors, see StatusInterceptor.
+    """
+
+    def __init__(
+        self, facade: WorkerFacade, new_error_id: Callable[[], str] = lambda: secrets.token_hex(8)
+    ) -> None:
         self._facade = facade
         self._servicer = ModelRunnerServicer(facade)
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=_MAX_OPEN_CALLS)
+        self._server = grpc.aio.server(
+            interceptors=[StatusInterceptor(status_of, _log_call, new_error_id)],
+            options=_OPTIONS,
+            maximum_concurrent_rpcs=_MAX_OPEN_CALLS,
+        )
         self._socket: Path | None = None
         model_runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(
@@ -68,3 +85,7 @@ class WorkerServer:
         await self._server.stop(grace)
         if self._socket is not None:
             self._socket.unlink(missing_ok=True)
+
+
+def _log_call(method: str, code: str) -> None:
+    _logger.debug("call ended", extra=fields(method=method, code=code))

@@ -10,11 +10,11 @@ from typing import Any, assert_never
 import grpc
 
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
-from worker_service.domain.errors import PlanInvalid, WorkerDraining, WorkerError
+from worker_service.domain.errors import PlanInvalid, WorkerDraining
 from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade
 from worker_service.lifecycle import LifecycleState
-from worker_service.rpc import convert, errors
+from worker_service.rpc import convert
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -28,7 +28,7 @@ class _Answer:
 
 
 class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
-    """The worker's RPCs. Every refusal becomes a status by the table in errors."""
+    """The worker's RPCs. Needs StatusInterceptor before it: refusals are raised as they are."""
 
     def __init__(self, facade: WorkerFacade) -> None:
         self._facade = facade
@@ -44,12 +44,9 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     ) -> model_runner_pb2.AttachResponse:
         """Claims the worker."""
         versions = request.contract_versions
-        try:
-            info, version = await self._facade.attach(
-                request.epoch, request.controller_id, versions.minimum, versions.maximum
-            )
-        except WorkerError as error:
-            await errors.abort(context, error)
+        info, version = await self._facade.attach(
+            request.epoch, request.controller_id, versions.minimum, versions.maximum
+        )
         return model_runner_pb2.AttachResponse(
             worker_info=convert.info_to_pb(info), contract_version=version
         )
@@ -58,40 +55,28 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         self, request: model_runner_pb2.GetWorkerInfoRequest, context: _Context
     ) -> model_runner_pb2.GetWorkerInfoResponse:
         """The capability."""
-        try:
-            info = self._facade.worker_info()
-        except WorkerError as error:
-            await errors.abort(context, error)
+        info = self._facade.worker_info()
         return model_runner_pb2.GetWorkerInfoResponse(worker_info=convert.info_to_pb(info))
 
     async def GetMemoryPool(  # noqa: N802
         self, request: model_runner_pb2.GetMemoryPoolRequest, context: _Context
     ) -> model_runner_pb2.GetMemoryPoolResponse:
         """The pool."""
-        try:
-            pool = await self._facade.memory_pool()
-        except WorkerError as error:
-            await errors.abort(context, error)
+        pool = await self._facade.memory_pool()
         return model_runner_pb2.GetMemoryPoolResponse(memory_pool=convert.pool_to_pb(pool))
 
     async def Forward(  # noqa: N802
         self, request: model_runner_pb2.ForwardRequest, context: _Context
     ) -> model_runner_pb2.ForwardResponse:
         """One plan."""
-        try:
-            result = await (await self._submit_forward(request, Pipeline()))
-        except WorkerError as error:
-            await errors.abort(context, error)
+        result = await (await self._submit_forward(request, Pipeline()))
         return model_runner_pb2.ForwardResponse(result=convert.result_to_pb(result))
 
     async def Sample(  # noqa: N802
         self, request: model_runner_pb2.SampleRequest, context: _Context
     ) -> model_runner_pb2.SampleResponse:
         """Held rows."""
-        try:
-            result = await (await self._submit_sample(request, Pipeline()))
-        except WorkerError as error:
-            await errors.abort(context, error)
+        result = await (await self._submit_sample(request, Pipeline()))
         return model_runner_pb2.SampleResponse(result=convert.result_to_pb(result))
 
     async def Execute(  # noqa: N802
@@ -104,29 +89,26 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         A sender that leaves cancels this task, and with it the reader; what was submitted runs and
         is forgotten.
         """
+        limits = self._facade.worker_info().capability.limits
+        # Answers that the other side does not read stop the reading of more.
+        unanswered = asyncio.Semaphore(2 * limits.max_inflight_step_count)
+        answers: asyncio.Queue[_Answer | None] = asyncio.Queue()
+        reader = asyncio.create_task(self._read(request_iterator, answers, unanswered))
+        reader.add_done_callback(lambda _: answers.put_nowait(None))
+        self._readers.add(reader)
         try:
-            limits = self._facade.worker_info().capability.limits
-            # Answers that the other side does not read stop the reading of more.
-            unanswered = asyncio.Semaphore(2 * limits.max_inflight_step_count)
-            answers: asyncio.Queue[_Answer | None] = asyncio.Queue()
-            reader = asyncio.create_task(self._read(request_iterator, answers, unanswered))
-            reader.add_done_callback(lambda _: answers.put_nowait(None))
-            self._readers.add(reader)
-            try:
-                while (answer := await answers.get()) is not None:
-                    result = convert.result_to_pb(await answer.result)
-                    await context.write(_response(answer.kind, result))
-                    unanswered.release()
-                if not reader.cancelled():
-                    reader.result()  # raises what refused the last message
-                elif self._facade.lifecycle.state is LifecycleState.DRAINING:
-                    raise WorkerDraining("the worker drains")
-            finally:
-                self._readers.discard(reader)
-                reader.cancel()
-                await asyncio.wait((reader,))
-        except WorkerError as error:
-            await errors.abort(context, error)
+            while (answer := await answers.get()) is not None:
+                result = convert.result_to_pb(await answer.result)
+                await context.write(_response(answer.kind, result))
+                unanswered.release()
+            if not reader.cancelled():
+                reader.result()  # raises what refused the last message
+            elif self._facade.lifecycle.state is LifecycleState.DRAINING:
+                raise WorkerDraining("the worker drains")
+        finally:
+            self._readers.discard(reader)
+            reader.cancel()
+            await asyncio.wait((reader,))
 
     async def _read(
         self,

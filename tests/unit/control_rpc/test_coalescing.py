@@ -15,8 +15,8 @@ import pytest
 
 from bench.inprocess import InProcessWorker
 from control_plane.observability.metrics import Telemetry
+from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.interceptors import StatusInterceptor
 from control_plane.rpc.server import ControlServer
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
@@ -26,6 +26,7 @@ from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import GenerateRequest, GenerateResponse, StopConditions
 from worker_service.domain.capability import Limits
@@ -87,7 +88,9 @@ async def serving(
         new_seed=lambda: 0,
         new_request_id=lambda: f"r{next(names)}",
     )
-    server = ControlServer(servicer, [StatusInterceptor(lambda *call: None, lambda: "error")])
+    server = ControlServer(
+        servicer, [StatusInterceptor(status_of, lambda *call: None, lambda: "error")]
+    )
     running = asyncio.create_task(driver.run())
     try:
         await ready.wait()

@@ -134,7 +134,7 @@ async def test_bugs_of_ours_tell_the_client_an_id_and_the_log_no_prompt(
     assert answer.code is grpc.StatusCode.INTERNAL
     assert answer.message == "internal error"
     assert answer.info.metadata == {"error_id": "error-1"}
-    [record] = [record for record in caplog.records if record.name.startswith("control_plane")]
+    [record] = [record for record in caplog.records if record.name.startswith("twinplane.grpc")]
     logged = vars(record)["fields"]
     assert logged["error_id"] == "error-1"
     assert logged["request_id"] == "made-1"

@@ -142,6 +142,44 @@ async def test_a_failed_worker_serves_and_a_broken_one_does_not():
         assert (await refusal(rig.stub.Attach(attach_request(3)))).reason == "RUNNER_FAILED"
 
 
+class Buggy(SimulatedRunner):
+    """Raises what no runner should, from methods that execute no step."""
+
+    def capability(self):
+        if self.buggy:
+            raise KeyError("a secret")
+        return super().capability()
+
+    def memory_pool(self):
+        raise KeyError("a secret")
+
+    buggy = False
+
+
+async def test_a_bug_of_ours_tells_the_controller_an_id_and_the_log_where(caplog):
+    runner = Buggy(MODEL, NO_LATENCY)
+    async with serving(build=lambda: runner) as rig:
+        runner.buggy = True
+        for call in (
+            lambda: rig.stub.GetMemoryPool(model_runner_pb2.GetMemoryPoolRequest()),
+            lambda: rig.stub.Execute().read(),
+        ):
+            refused = await refusal(call())
+            assert (refused.code, refused.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+            assert refused.message == "internal error"
+        runner.buggy = False
+        await rig.attach()
+    records = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.fields["method"].rpartition("/")[2] for record in records] == [
+        "GetMemoryPool",
+        "Execute",
+    ]
+    for record in records:
+        assert record.fields["error_id"]
+        assert "test_worker_server.py" in record.fields["where"]
+        assert "secret" not in f"{vars(record)}"
+
+
 async def test_draining_finishes_what_is_queued_and_ends_the_streams():
     device = Device(1)
     async with serving(device) as rig:
