@@ -19,7 +19,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.server import ControlServer
+from control_plane.rpc.server import ControlServer, inference_service
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
@@ -27,6 +27,7 @@ from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from twinplane import __version__
+from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
@@ -66,6 +67,7 @@ def served_name(model: str) -> str:
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
     telemetry = Telemetry(__version__)
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+    readiness = SettableReadiness()
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
         driver = Driver(
@@ -74,7 +76,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             clock=time.monotonic,
             rng=random.Random(),
             telemetry=telemetry,
-            on_readiness=lambda ready: server.set_serving(ready),
+            on_readiness=readiness.set_serving,
         )
         text = TextProcessor(text_model, TextLimits(thread_count=config.tokenizer_threads))
         stack.callback(text.close)
@@ -86,7 +88,8 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
         )
         server = ControlServer(
-            servicer,
+            [inference_service(servicer)],
+            readiness,
             [StatusInterceptor(status_of, telemetry.rpc_finished, lambda: secrets.token_hex(8))],
         )
         try:

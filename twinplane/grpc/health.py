@@ -56,6 +56,10 @@ class SettableReadiness:
         while self._state is seen:
             await self._changed.wait()
 
+    def set_serving(self, serving: bool) -> None:
+        """Changes between SERVING and NOT_SERVING, except that nothing follows ENDING."""
+        self.set(ServingState.SERVING if serving else ServingState.NOT_SERVING)
+
     def set(self, state: ServingState) -> None:
         """Changes the state, except that nothing follows ENDING."""
         if self._state is not ServingState.ENDING:

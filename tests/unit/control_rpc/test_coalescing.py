@@ -17,7 +17,7 @@ from bench.inprocess import InProcessWorker
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.server import ControlServer
+from control_plane.rpc.server import ControlServer, inference_service
 from control_plane.shell.driver import Driver, DriverSettings
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.stream import TokenStream
@@ -26,6 +26,7 @@ from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
+from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import GenerateRequest, GenerateResponse, StopConditions
@@ -89,7 +90,9 @@ async def serving(
         new_request_id=lambda: f"r{next(names)}",
     )
     server = ControlServer(
-        servicer, [StatusInterceptor(status_of, lambda *call: None, lambda: "error")]
+        [inference_service(servicer)],
+        SettableReadiness(),
+        [StatusInterceptor(status_of, lambda *call: None, lambda: "error")],
     )
     running = asyncio.create_task(driver.run())
     try:
