@@ -1,8 +1,8 @@
 """The Worker port over gRPC: claims a worker and keeps its step pipeline.
 
-A fresh channel serves each claim, so a broken connection never delays the next attempt by the
-backoff of an old one. Every failure becomes WorkerRefused when the worker said why (an ErrorInfo
-detail), else WorkerLost.
+Each claim opens a channel of its own, so that the backoff of a broken connection never delays the
+next attempt. A failure becomes WorkerRefused if the worker gave a reason (an ErrorInfo detail), and
+WorkerLost if not.
 """
 
 from __future__ import annotations
@@ -96,14 +96,14 @@ class GrpcWorker:
         return convert.info_from_pb(attached.worker_info), convert.pool_from_pb(pool.memory_pool)
 
     async def send(self, plan: StepPlan) -> None:
-        """Writes a plan to the pipeline. Raises WorkerLost or WorkerRefused when it has ended."""
+        """Writes a plan to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
         call = self._pipeline()
         request = model_runner_pb2.ExecuteRequest(
             forward=model_runner_pb2.ForwardRequest(plan=convert.plan_to_pb(plan))
         )
         try:
             await call.write(request)
-        except asyncio.InvalidStateError as error:  # the call is over; its status says why
+        except asyncio.InvalidStateError as error:  # the call has ended; its status says why
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:
             raise _translate(read(error)) from error
@@ -148,7 +148,7 @@ def _translate(status: Status) -> WorkerLost | WorkerRefused:
 
 
 async def _ended(call: Any) -> WorkerLost | WorkerRefused:
-    """Why a pipeline that is over has ended."""
+    """Why a pipeline has ended, as an error."""
     code = await call.code()
     if code is grpc.StatusCode.OK:
         return WorkerLost("the worker closed the pipeline")

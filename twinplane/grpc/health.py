@@ -1,8 +1,8 @@
 """grpc.health.v1 over one truth: whether the server and its services serve.
 
-Written here because grpc_health's own asyncio servicer holds a lock while it writes to a watcher,
-so one watcher that does not read would block every change, and it never ends its watchers: a
-server that stops would wait for them.
+We do not use grpc_health's own asyncio servicer, for two reasons. It holds a lock while it writes
+to a watcher, so one watcher that does not read blocks every change. And it never ends its watches,
+so a server that stops waits for them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class ServingState(Enum):
-    """What is answered. ENDING is NOT_SERVING for good: a watch says so and ends."""
+    """What health answers. ENDING answers NOT_SERVING for good: a watch says so and ends."""
 
     NOT_SERVING = "not serving"
     SERVING = "serving"
@@ -27,7 +27,7 @@ class ServingState(Enum):
 
 
 class Readiness(Protocol):
-    """A state that the answers follow. Used on the event loop only."""
+    """The state that the answers follow. Used on the event loop only."""
 
     @property
     def state(self) -> ServingState:
@@ -35,12 +35,12 @@ class Readiness(Protocol):
         ...
 
     async def changed_from(self, seen: ServingState) -> None:
-        """Returns when the state is another than `seen`; states in between may be missed."""
+        """Returns once the state differs from `seen`; states in between may be missed."""
         ...
 
 
 class SettableReadiness:
-    """A Readiness that is told: NOT_SERVING at first."""
+    """A Readiness that its owner sets. It starts as NOT_SERVING."""
 
     def __init__(self) -> None:
         self._state = ServingState.NOT_SERVING
@@ -57,11 +57,11 @@ class SettableReadiness:
             await self._changed.wait()
 
     def set_serving(self, serving: bool) -> None:
-        """Changes between SERVING and NOT_SERVING, except that nothing follows ENDING."""
+        """Sets SERVING or NOT_SERVING, unless the state is ENDING."""
         self.set(ServingState.SERVING if serving else ServingState.NOT_SERVING)
 
     def set(self, state: ServingState) -> None:
-        """Changes the state, except that nothing follows ENDING."""
+        """Changes the state, unless it is ENDING: that is final."""
         if self._state is not ServingState.ENDING:
             self._state = state
             changed, self._changed = self._changed, asyncio.Event()
@@ -69,7 +69,7 @@ class SettableReadiness:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health is untyped
-    """One answer for the whole server ("") and each of `services`."""
+    """Gives the whole server ("") and each of `services` the same answer."""
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness
@@ -78,7 +78,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Check(  # noqa: N802
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> Any:
-        """The status of a service; NOT_FOUND for one that is not here."""
+        """Answers a service's status. Aborts with NOT_FOUND when the server has no such service."""
         if request.service not in self._services:
             await context.abort(grpc.StatusCode.NOT_FOUND, "unknown service")
         return self._answer(request.service, self._readiness.state)
@@ -86,9 +86,9 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
     async def Watch(  # noqa: N802
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[Any]:
-        """The status now and at each change, until the server ends.
+        """Answers the status now and at each change, until the server ends.
 
-        A slow reader sees the latest, not each.
+        A slow reader may miss states in between; it always gets the latest.
         """
         last: Any = None
         while True:

@@ -1,4 +1,4 @@
-"""Binds a server to a TCP address or a Unix socket, or says plainly why not."""
+"""Binds a server to a TCP address or a Unix socket, or says why that is impossible."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class CannotListen(Exception):
 def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> str:
     """Makes `server` listen on the Unix socket `uds` if it is given, else on host:port.
 
-    Returns the address clients use: port 0 takes any free port, and the real one is returned. Only
-    the owner can use the socket (0600); one that a dead process left behind is replaced, and it is
-    the caller's to remove in the end. Without the option grpc.so_reuseport=0 a taken port is no
-    error. Raises CannotListen.
+    Returns the address that clients use. With port 0 the system chooses a free port, and the
+    address names it. Only the owner can use the socket (mode 0600). A socket that a dead process
+    left behind is replaced. The caller removes the socket when the server has stopped. A taken port
+    is an error only with the option grpc.so_reuseport=0. Raises CannotListen.
     """
     if uds is not None:
         return _listen_unix(server, uds.absolute())
@@ -29,7 +29,7 @@ def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> s
 
 def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
     _remove_dead_socket(path)
-    mask = os.umask(0o177)  # chmod afterwards would leave a moment in which it is open to all
+    mask = os.umask(0o177)  # with chmod afterwards, others could connect for a moment
     try:
         _add(server, f"unix:{path}")
     finally:

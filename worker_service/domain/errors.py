@@ -1,13 +1,13 @@
 """Why the worker refuses a message. But for RunnerFailed, nothing was executed. The tree:
 
 WorkerError
-├── PlanInvalid           the plan could follow from no state: names the field
-├── Precondition          the plan does not follow from this state
+├── PlanInvalid           the message is malformed in any state: names the field
+├── Precondition          the message does not follow from this state
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
 │   ├── RowNotHeld        a row whose logits do not wait for Sample
 │   └── PlanMismatch      the planes have drifted apart: resync
-├── WorkerUnavailable     executes nothing at present
+├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
 │   └── WorkerDraining
 └── RunnerFailed          a bug ended the epoch

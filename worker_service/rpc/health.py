@@ -1,4 +1,4 @@
-"""What grpc.health.v1 says of a worker: its lifecycle, as seen from outside."""
+"""What grpc.health.v1 says about a worker: its lifecycle, as seen from outside."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class LifecycleReadiness:
 
     @property
     def state(self) -> ServingState:
-        """The state now."""
+        """See Readiness."""
         return _serving_state(self._lifecycle.state)
 
     async def changed_from(self, seen: ServingState) -> None:
-        """Returns when the state is another than `seen`."""
+        """See Readiness."""
         state = self._lifecycle.state
         while _serving_state(state) is seen:
             state = await self._lifecycle.changed_from(state)
@@ -31,7 +31,8 @@ def _serving_state(state: LifecycleState) -> ServingState:
         case LifecycleState.LOADING:
             return ServingState.NOT_SERVING
         case LifecycleState.ACTIVE | LifecycleState.FAILED:
-            # A failed worker serves: a new claim heals it, and nobody claims what is not serving.
+            # A failed worker counts as serving: a new claim heals it, and whoever waits for health
+            # before a claim must not wait forever.
             return ServingState.SERVING
         case LifecycleState.DRAINING | LifecycleState.BROKEN:
             return ServingState.ENDING
