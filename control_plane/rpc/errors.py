@@ -18,8 +18,13 @@ from collections.abc import Sequence
 
 import grpc
 
-from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
+from control_plane.core.errors import QueueFull, RequestTooLong
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineLost,
+    VocabularyMismatch,
+)
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1 import errors_pb2 as reasons
 from twinplane.errors import Violation

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
-from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerLost, WorkerRefused
 from control_plane.shell.ports import (
     MemoryPool,
     RefusalReason,

@@ -9,7 +9,12 @@ import pytest
 
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineLost,
+    VocabularyMismatch,
+)
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (

@@ -9,7 +9,12 @@ import pytest
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
-from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost, VocabularyMismatch
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineLost,
+    VocabularyMismatch,
+)
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
