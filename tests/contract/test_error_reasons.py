@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from control_plane.core.errors import DuplicateRequest, QueueFull, RequestTooLong
+from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.rpc.errors import (
     GenerationCancelled,
     InvalidRequest,
@@ -15,7 +15,12 @@ from control_plane.rpc.errors import (
     UnknownModel,
     status_of,
 )
-from control_plane.shell.engine import EngineDraining, EngineLost, VocabularyMismatch
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineLost,
+    VocabularyMismatch,
+)
 from control_plane.shell.ports import RefusalReason
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1.errors_pb2 import ErrorReason
