@@ -15,10 +15,12 @@ STUBS := $(VENV)/.stubs
 PROTOS := $(shell find protos -name '*.proto')
 # `all`, or names that `python -m bench` lists.
 BENCHES ?= all
+# What `against` measures the working tree against; empty: the last tag.
+REVISION ?=
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness check lint breaking format protos bench lock clean
+.PHONY: help setup run model test exactness check lint breaking format protos bench against lock clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -77,6 +79,9 @@ protos: $(INSTALLED)  ## generate the gRPC stubs from protos/
 
 bench: model  ## run the benchmarks; BENCHES names some of them
 	$(BIN)/python -m bench $(BENCHES) $(ARGS)
+
+against: model  ## measure the working tree against REVISION, in turns
+	$(BIN)/python -m bench.against $(REVISION) $(ARGS)
 
 # A local version (+cpu) names one index's build of a release: any build of it will do.
 lock: $(INSTALLED)  ## write the versions installed now to requirements/ci.txt

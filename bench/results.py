@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -34,7 +34,10 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A ratio of two medians of one run, `ours` over `against`, and the bound it should keep."""
+    """A ratio of one run, `ours` over `against`, and the bound it should keep.
+
+    `error`: the ratio's relative standard error; None where it was not estimated.
+    """
 
     case: str
     ours: str
@@ -43,14 +46,34 @@ class Comparison:
     ratio: float
     at_least: float | None = None
     at_most: float | None = None
+    error: float | None = None
 
     @property
     def holds(self) -> bool | None:
-        """Whether the bound is kept; None without one."""
+        """Whether the bound is kept; None without one, or within two errors of it."""
         if self.at_least is None and self.at_most is None:
             return None
         low = -math.inf if self.at_least is None else self.at_least
-        return low <= self.ratio <= (math.inf if self.at_most is None else self.at_most)
+        high = math.inf if self.at_most is None else self.at_most
+        margin = 1 + 2 * (self.error or 0.0)
+        least, most = self.ratio / margin, self.ratio * margin
+        if low <= least and most <= high:
+            return True
+        return False if most < low or least > high else None
+
+    @property
+    def verdict(self) -> str:
+        """For people."""
+        if not self.bound:
+            return ""
+        return {True: "kept", False: "MISSED", None: "undecided"}[self.holds]
+
+    @property
+    def figure(self) -> str:
+        """The ratio, with its error if there is one, for people."""
+        if self.error is None:
+            return f"{self.ratio:.3g}"
+        return f"{self.ratio:.3f} ± {100 * self.error:.1f} %"
 
     @property
     def bound(self) -> str:
@@ -110,7 +133,12 @@ class Results:
         at_most: float | None = None,
     ) -> None:
         """Records a ratio that is made otherwise."""
-        record = Comparison(case, ours, against, quantity, _rounded(ratio), at_least, at_most)
+        self.add(Comparison(case, ours, against, quantity, ratio, at_least, at_most))
+
+    def add(self, comparison: Comparison) -> None:
+        """Records a comparison."""
+        error = None if comparison.error is None else _rounded(comparison.error)
+        record = replace(comparison, ratio=_rounded(comparison.ratio), error=error)
         self._comparisons.append(record)
         self._write("comparison", {**asdict(record), "holds": record.holds})
 
@@ -133,7 +161,7 @@ class Results:
             _table(
                 [
                     (each.case, f"{each.ours} / {each.against}", each.quantity,
-                     f"{each.ratio:.3g}", each.bound, _VERDICTS[each.holds])
+                     each.figure, each.bound, each.verdict)
                     for each in self._comparisons
                 ],
                 ("case", "ours / against", "of", "ratio", "wanted", ""),
@@ -147,9 +175,6 @@ class Results:
         if self._file is not None:
             self._file.write(line + "\n")
             self._file.flush()
-
-
-_VERDICTS = {True: "kept", False: "MISSED", None: ""}
 
 
 def _rounded(value: float) -> float:

@@ -18,6 +18,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.load import Load, rates
+from bench.trees import Tree
 from twinplane import AsyncClient
 
 
@@ -50,11 +51,11 @@ def _serving(address: str) -> bool:
 
 
 @contextlib.contextmanager
-def served(*arguments: str, timeout: float = 120.0) -> Iterator[Service]:
-    """Runs `twinplane up` with the arguments until the block is left."""
+def served(*arguments: str, tree: Tree | None = None, timeout: float = 120.0) -> Iterator[Service]:
+    """Runs `twinplane up`, of another tree if one is given, until the block is left."""
     port, metrics_port = free_port(), free_port()
     flags = ["--port", str(port), "--metrics-port", str(metrics_port)]
-    with _process(f"127.0.0.1:{port}", ["up", *flags, *arguments], timeout) as service:
+    with _process(f"127.0.0.1:{port}", ["up", *flags, *arguments], timeout, tree) as service:
         yield service
 
 
@@ -79,16 +80,21 @@ def running(command: Sequence[str], address: str) -> contextlib.AbstractContextM
 
 
 def _process(
-    address: str, arguments: Sequence[str], timeout: float
+    address: str, arguments: Sequence[str], timeout: float, tree: Tree | None = None
 ) -> contextlib.AbstractContextManager[Service]:
-    return _running([sys.executable, "-m", "twinplane.cli", *arguments], address, timeout)
+    return _running([sys.executable, "-m", "twinplane.cli", *arguments], address, timeout, tree)
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str], address: str, timeout: float) -> Iterator[Service]:
+def _running(
+    command: Sequence[str], address: str, timeout: float, tree: Tree | None = None
+) -> Iterator[Service]:
     with tempfile.NamedTemporaryFile("w+", suffix=".log", delete=False) as log:
         started = time.perf_counter()
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+            cwd=tree.folder if tree else None, env=tree.environment if tree else None,
+        )  # fmt: skip
         try:
             while not _serving(address):
                 if process.poll() is not None or time.perf_counter() - started > timeout:

@@ -19,7 +19,7 @@ def make(*arguments: str) -> str:
 
 def test_help_lists_every_target_with_a_word_about_it() -> None:
     lines = [line.split(None, 1) for line in make().splitlines()]
-    assert {"setup", "run", "test", "check", "lint", "protos", "bench", "clean"} <= {
+    assert {"setup", "run", "test", "check", "lint", "protos", "bench", "against", "clean"} <= {
         name for name, _ in lines
     }
 
@@ -36,6 +36,10 @@ def test_setup_installs_what_ci_pins() -> None:
     plan = make("-n", "setup", "VENV=/nonexistent/venv", "CONSTRAINTS=", "EXTRAS=dev")
     assert " -c " not in plan
     assert "-e '.[dev]'" in plan
+
+
+def test_against_names_the_revision() -> None:
+    assert " -m bench.against v9 --quick" in make("-n", "against", "REVISION=v9", "ARGS=--quick")
 
 
 def test_the_lock_pins_exactly_and_names_no_build() -> None:

@@ -34,6 +34,24 @@ def test_a_bound_is_kept_up_to_its_edge(made: Comparison, holds: bool | None) ->
     assert made.holds is holds
 
 
+@pytest.mark.parametrize(
+    ("ratio", "error", "verdict"),
+    [
+        (1.0, 0.0, "kept"),
+        (1.0, 0.014, "kept"),
+        (1.0, 0.016, "undecided"),
+        (1.03, 0.001, "undecided"),
+        (1.05, 0.011, "undecided"),
+        (1.05, 0.009, "MISSED"),
+        (0.5, 0.4, "kept"),
+    ],
+)
+def test_a_bound_within_two_errors_is_undecided(ratio: float, error: float, verdict: str) -> None:
+    assert Comparison("c", "ours", "peer", "time", ratio, None, 1.03, error).verdict == verdict
+    mirrored = Comparison("c", "ours", "peer", "rate", 1 / ratio, 1 / 1.03, None, error)
+    assert mirrored.verdict == verdict
+
+
 def test_a_ratio_is_of_medians(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = Results("prefill", MACHINE, tmp_path)
     ours = results.measured("one prompt", "twinplane", "tok/s", [90.0, 300.0, 310.0])
@@ -56,6 +74,7 @@ def test_the_report_shows_machine_ratio_verdict_and_notes(
     ours = results.measured("one prompt", "twinplane", "tok/s", [300.0], first_s=0.25)
     results.compared(ours, results.measured("one prompt", "peer", "tok/s", [100.0]), "rate")
     results.ratio("start", "twinplane", "6 s", "time", 1.5, at_most=1.0)
+    results.add(Comparison("step", "new", "old", "time", 1.0101010, None, 1.03, 0.0123456))
     results.note("no second peer")
     results.show()
     run = read(tmp_path / "prefill.jsonl")
@@ -65,6 +84,7 @@ def test_the_report_shows_machine_ratio_verdict_and_notes(
     assert "| prefill | a cpu, 2 cores, 16 GB | 2026-01-02 | 0.5 % |" in shown
     assert "| one prompt | twinplane / peer | rate | 3 |  |  |" in shown
     assert "| start | twinplane / 6 s | time | 1.5 | ≤ 1 | **missed** |" in shown
+    assert "| step | new / old | time | 1.010 ± 1.2 % | ≤ 1.03 | undecided |" in shown
     assert "Note: no second peer." in shown
     assert "Prompt rate on the CPU" in shown
 
