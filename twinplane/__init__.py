@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from twinplane.client.aio import AsyncClient, AsyncGeneration
+    from twinplane.client.options import GenerateOptions
     from twinplane.client.retry import RetryPolicy
     from twinplane.client.sync import Client, Generation
     from twinplane.client.values import (
@@ -45,6 +46,7 @@ __all__ = [
     "DeadlineExceeded",
     "Delta",
     "FinishReason",
+    "GenerateOptions",
     "Generation",
     "GenerationResult",
     "InternalError",
@@ -65,6 +67,7 @@ __all__ = [
 
 _HOMES = {
     "twinplane.client.aio": ("AsyncClient", "AsyncGeneration"),
+    "twinplane.client.options": ("GenerateOptions",),
     "twinplane.client.retry": ("RetryPolicy",),
     "twinplane.client.sync": ("Client", "Generation"),
     "twinplane.client.values": (

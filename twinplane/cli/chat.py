@@ -8,13 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from twinplane.cli.failures import one_line
-from twinplane.cli.generate import start
-from twinplane.cli.request_flags import (
-    RequestFlags,
-    add_request_flags,
-    quiet_grpc,
-    request_flags,
-)
+from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
+from twinplane.client.options import GenerateOptions
 from twinplane.errors import TwinplaneError
 
 if TYPE_CHECKING:
@@ -48,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print("/help lists commands, Ctrl-D leaves.")
     flags = request_flags(namespace)
     with Client(flags.address) as client:
-        chat = Chat(client, flags, namespace.system, sys.stdout)
+        chat = Chat(client, flags.options, namespace.system, sys.stdout)
         return _loop(chat, interactive=interactive)
 
 
@@ -76,10 +71,10 @@ class Chat:
     """The conversation so far, and what a line of input does to it."""
 
     def __init__(
-        self, client: Client, flags: RequestFlags, system: str | None, output: TextIO
+        self, client: Client, options: GenerateOptions, system: str | None, output: TextIO
     ) -> None:
         self._client = client
-        self._flags = flags
+        self._options = options
         self._system = system or None
         self._output = output
         self._turns: list[Message] = []
@@ -112,7 +107,7 @@ class Chat:
         first = [] if self._system is None else [Message("system", self._system)]
         parts: list[str] = []
         try:
-            with start(self._client, [*first, *turns], self._flags) as generation:
+            with self._client.generate([*first, *turns], **self._options) as generation:
                 for delta in generation:
                     parts.append(delta.text)
                     self._output.write(delta.text)

@@ -8,16 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from twinplane.cli.request_flags import (
-    RequestFlags,
-    add_request_flags,
-    quiet_grpc,
-    request_flags,
-)
+from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
 
 if TYPE_CHECKING:
-    from twinplane import Client, Generation, GenerationResult
-    from twinplane.client.values import Prompt
+    from twinplane import GenerationResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     from twinplane import Client
 
     flags = request_flags(namespace)
-    with Client(flags.address) as client, start(client, prompt, flags) as generation:
+    with (
+        Client(flags.address) as client,
+        client.generate(prompt, **flags.options) as generation,
+    ):
         if not namespace.json:
             for delta in generation:
                 print(delta.text, end="", flush=True)
@@ -51,21 +48,6 @@ def main(argv: Sequence[str]) -> int:
     if namespace.verbose:
         print(_usage_line(result), file=sys.stderr)
     return 0
-
-
-def start(client: Client, prompt: Prompt, flags: RequestFlags) -> Generation:
-    """Starts a generation as the flags say."""
-    return client.generate(
-        prompt,
-        model=flags.model,
-        max_tokens=flags.max_tokens,
-        temperature=flags.temperature,
-        top_k=flags.top_k,
-        top_p=flags.top_p,
-        min_p=flags.min_p,
-        seed=flags.seed,
-        stop=flags.stop,
-    )
 
 
 def _prompt(given: str | None, stdin: TextIO) -> str | None:

@@ -5,23 +5,18 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass
+from typing import cast
 
-DEFAULT_ADDRESS = "127.0.0.1:50051"
+from twinplane.client.options import GenerateOptions
+from twinplane.client.values import DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """Where to send a request and how its tokens are chosen. None is left to the server."""
+    """Where to send a request, and the options that were given for it."""
 
     address: str
-    model: str
-    max_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    stop: tuple[str, ...]
+    options: GenerateOptions
 
 
 def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
@@ -48,18 +43,13 @@ def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
 
 
 def request_flags(namespace: argparse.Namespace) -> RequestFlags:
-    """What was given."""
-    return RequestFlags(
-        address=namespace.address,
-        model=namespace.model,
-        max_tokens=namespace.max_tokens,
-        temperature=namespace.temperature,
-        top_k=namespace.top_k,
-        top_p=namespace.top_p,
-        min_p=namespace.min_p,
-        seed=namespace.seed,
-        stop=tuple(namespace.stop),
-    )
+    """What was given. A flag is the option of its name; one that was not given is left out."""
+    given = {
+        name: value
+        for name, value in vars(namespace).items()
+        if name in GenerateOptions.__optional_keys__ and value is not None
+    }
+    return RequestFlags(namespace.address, cast(GenerateOptions, given))
 
 
 def quiet_grpc() -> None:

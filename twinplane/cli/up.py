@@ -17,9 +17,10 @@ from twinplane import models
 from twinplane.cli import planes, progress
 from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
-from twinplane.cli.request_flags import DEFAULT_ADDRESS, quiet_grpc
+from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Say
+from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError

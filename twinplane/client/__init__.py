@@ -1,7 +1,8 @@
 """The client of twinplane.inference.v1, blocking and asynchronous.
 
 `sync` and `aio` hold what waits on the network and nothing else; what both need is written once:
-`values` (what callers see), `requests` (values to messages), `responses` (messages to values),
-`failures` (statuses to errors), `retry` (when to try again) and `channel` (where to connect).
+`values` (what callers see), `options` (what they can ask of a generation), `requests` (values to
+messages), `responses` (messages to values), `failures` (statuses to errors), `retry` (when to try
+again) and `channel` (how to connect).
 Import the names from `twinplane`.
 """

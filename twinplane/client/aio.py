@@ -8,17 +8,19 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
-from twinplane.client.channel import DEFAULT_ADDRESS, OPTIONS, channel_credentials
+from twinplane.client.channel import OPTIONS, channel_credentials
 from twinplane.client.failures import error_of
+from twinplane.client.options import GenerateOptions, with_options_documented
 from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
 from twinplane.client.responses import BaseGeneration, served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
+    DEFAULT_ADDRESS,
     Delta,
     GenerationResult,
     Message,
@@ -89,42 +91,16 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    @with_options_documented
     def generate(
         self,
         prompt: Prompt,
         *,
-        model: str = "",
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        request_id: str = "",
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
-        """Starts a generation, as Client.generate does; to be called within the event loop."""
-        request = generate_request(
-            prompt,
-            model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            priority=priority,
-            cache_salt=cache_salt,
-            request_id=request_id,
-        )
+        """Starts a generation, as Client.generate does. Call it within the event loop."""
+        request = generate_request(prompt, options)
 
         def open_stream(remaining: float | None) -> _Stream:
             stream: _Stream = self._stub().Generate(request, timeout=remaining)

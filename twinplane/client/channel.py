@@ -1,4 +1,4 @@
-"""Where and how both clients connect."""
+"""How both clients connect."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import grpc
 
 from twinplane.client.values import TlsCredentials
 from twinplane.grpc.options import NO_PROXY
-
-DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from operator import index
 
+from twinplane.client.options import GenerateOptions
 from twinplane.client.values import Message, Prompt
 from twinplane.common.v1 import types_pb2
 from twinplane.common.v1.errors_pb2 import ERROR_REASON_INVALID_FIELD
@@ -16,42 +17,31 @@ from twinplane.grpc.status import reason_name
 from twinplane.inference.v1 import inference_pb2 as pb
 
 
-def generate_request(
-    prompt: Prompt,
-    *,
-    model: str,
-    max_tokens: int | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | None,
-    stop: Sequence[str],
-    stop_token_ids: Sequence[int],
-    ignore_eos: bool,
-    priority: int,
-    cache_salt: str,
-    request_id: str,
-) -> pb.GenerateRequest:
-    """The message of one generation; what is None stays unset. Raises InvalidRequest, TypeError."""
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """The message of one generation; an option that is left out or None stays unset.
+
+    Raises InvalidRequest, and TypeError, also for an option that does not exist.
+    """
+    if unknown := options.keys() - GenerateOptions.__optional_keys__:
+        raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     request = pb.GenerateRequest(
-        model=_text("model", model),
+        model=_text("model", options.get("model", "")),
         sampling=types_pb2.SamplingParameters(
-            temperature=temperature,
-            top_k=_optional_integer("sampling.top_k", top_k, 0, 32),
-            top_p=top_p,
-            min_p=min_p,
-            seed=_optional_integer("sampling.seed", seed, 0, 64),
+            temperature=options.get("temperature"),
+            top_k=_optional_integer("sampling.top_k", options.get("top_k"), 0, 32),
+            top_p=options.get("top_p"),
+            min_p=options.get("min_p"),
+            seed=_optional_integer("sampling.seed", options.get("seed"), 0, 64),
         ),
         stop=pb.StopConditions(
-            max_tokens=_optional_integer("stop.max_tokens", max_tokens, 0, 32),
-            strings=_stop_strings(stop),
-            token_ids=_token_ids("stop.token_ids", stop_token_ids),
-            ignore_end_of_sequence=ignore_eos,
+            max_tokens=_optional_integer("stop.max_tokens", options.get("max_tokens"), 0, 32),
+            strings=_stop_strings(options.get("stop", ())),
+            token_ids=_token_ids("stop.token_ids", options.get("stop_token_ids", ())),
+            ignore_end_of_sequence=options.get("ignore_eos", False),
         ),
-        priority=_integer("priority", priority, -(2**31), 31),
-        cache_salt=_text("cache_salt", cache_salt),
-        request_id=_text("request_id", request_id),
+        priority=_integer("priority", options.get("priority", 0), -(2**31), 31),
+        cache_salt=_text("cache_salt", options.get("cache_salt", "")),
+        request_id=_text("request_id", options.get("request_id", "")),
     )
     match _classify(prompt):
         case str(text):

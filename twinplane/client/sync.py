@@ -6,16 +6,18 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
-from twinplane.client.channel import DEFAULT_ADDRESS, OPTIONS, channel_credentials
+from twinplane.client.channel import OPTIONS, channel_credentials
 from twinplane.client.failures import error_of
+from twinplane.client.options import GenerateOptions, with_options_documented
 from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
 from twinplane.client.responses import BaseGeneration, served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
+    DEFAULT_ADDRESS,
     Delta,
     GenerationResult,
     Message,
@@ -85,54 +87,23 @@ class Client:
     ) -> None:
         self.close()
 
+    @with_options_documented
     def generate(
         self,
         prompt: Prompt,
         *,
-        model: str = "",
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        ignore_eos: bool = False,
-        priority: int = 0,
-        cache_salt: str = "",
-        request_id: str = "",
         timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Starts a generation; iterate over it for its deltas, or ask it for its `result()`.
 
-        `prompt` is plain text, token ids taken as they are, or a conversation of Message. `model`
-        may stay empty where one is served. What is None is the server's to choose: `max_tokens` as
-        many as fit, `temperature` 1 (0 is greedy), all tokens eligible, a random `seed` that the
-        generation tells. `stop` texts end the output before them, `stop_token_ids` after them;
-        `ignore_eos` goes on past the model's own end. Smaller `priority` runs earlier. Requests
-        share cached prefixes only with those of the same `cache_salt`. `request_id` names the
-        request in the server's logs. `timeout` in seconds bounds the whole generation.
+        `prompt` is plain text, token ids taken as they are, or a conversation of Message. `timeout`
+        in seconds bounds the whole generation.
 
         Raises InvalidRequest and TypeError here for what no message can carry; what the server
         refuses is raised when the generation is read.
         """
-        request = generate_request(
-            prompt,
-            model=model,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
-            ignore_eos=ignore_eos,
-            priority=priority,
-            cache_salt=cache_salt,
-            request_id=request_id,
-        )
+        request = generate_request(prompt, options)
 
         def open_stream(remaining: float | None) -> _Stream:
             stream: _Stream = self._stub.Generate(request, timeout=remaining)

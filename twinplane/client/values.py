@@ -8,6 +8,9 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+"""Where a control plane listens unless it is told otherwise."""
+
 
 @dataclass(frozen=True, slots=True)
 class Message:

@@ -32,7 +32,6 @@ from twinplane import Delta, Message, TwinplaneError
 from twinplane.cli import main
 from twinplane.cli.chat import Chat
 from twinplane.cli.failures import one_line
-from twinplane.cli.request_flags import RequestFlags
 from twinplane.errors import InvalidRequest, Overloaded, Unavailable, Violation
 from twinplane.inference.v1 import inference_pb2 as pb
 
@@ -194,15 +193,12 @@ class FakeClient:
             yield Delta(item, (1,))
 
 
-FLAGS = RequestFlags("", "", 8, None, None, None, None, None, ())
-
-
 def chat_with(
     *answers: list[str | BaseException], system: str | None = None
 ) -> tuple[Any, FakeClient, io.StringIO]:
     client, output = FakeClient(list(answers)), io.StringIO()
     untyped: Any = client
-    return Chat(untyped, FLAGS, system, output), client, output
+    return Chat(untyped, {}, system, output), client, output
 
 
 def test_a_conversation_carries_its_turns() -> None:

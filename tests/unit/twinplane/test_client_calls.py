@@ -156,6 +156,14 @@ def test_one_string_as_stop_is_a_type_error(call: Call) -> None:
         call("generate", "x", stop="end")
 
 
+def test_an_option_that_does_not_exist_is_a_type_error(
+    call: Call, service: ScriptedInference
+) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'min_q'"):
+        call("generate", "x", min_q=0.5)
+    assert service.requests == []
+
+
 def test_tokenize_text_and_chat(call: Call, service: ScriptedInference) -> None:
     assert call("tokenize", "abc", model="m", add_special_tokens=False) == (1, 2, 3)
     assert call("tokenize", [Message("user", "abc")]) == (1, 2, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pydoc
+import re
 import subprocess
 import sys
 
@@ -55,3 +57,11 @@ def test_both_clients_offer_the_same() -> None:
         for name in methods:
             parameters = inspect.signature(getattr(blocking, name)).parameters
             assert inspect.signature(getattr(asynchronous, name)).parameters == parameters
+
+
+@pytest.mark.parametrize("client", [twinplane.Client, twinplane.AsyncClient])
+def test_help_tells_every_option_of_a_generation(client: type) -> None:
+    text = pydoc.plain(pydoc.render_doc(client.generate))  # type: ignore[attr-defined]
+    for name in twinplane.GenerateOptions.__annotations__:
+        assert re.search(rf"^ +{name}  +\w", text, re.MULTILINE), name
+    assert "timeout" in text
