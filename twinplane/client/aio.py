@@ -14,10 +14,11 @@ import grpc
 import grpc.aio
 
 from twinplane.client.channel import OPTIONS, channel_credentials
-from twinplane.client.failures import error_of
+from twinplane.client.failures import wait_or_raise
+from twinplane.client.generation import BaseGeneration
 from twinplane.client.options import GenerateOptions, with_options_documented
 from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
-from twinplane.client.responses import BaseGeneration, served_models
+from twinplane.client.responses import served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
@@ -174,17 +175,14 @@ class AsyncClient:
             try:
                 return await method(request, timeout=attempts.remaining())
             except grpc.RpcError as failure:
-                error = error_of(failure)
-                wait = attempts.wait_after(error)
-                if wait is None:
-                    raise error from failure
+                wait = wait_or_raise(attempts, failure)
             except asyncio.CancelledError:
                 _raise_if_call_was_cancelled()
                 raise
             await self._sleep(wait)
 
 
-class AsyncGeneration(BaseGeneration):
+class AsyncGeneration(BaseGeneration[_Stream]):
     """One generation, running since it was made; read by one task.
 
     Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
@@ -197,12 +195,8 @@ class AsyncGeneration(BaseGeneration):
         attempts: Attempts,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        super().__init__()
-        self._open_stream = open_stream
-        self._attempts = attempts
+        super().__init__(open_stream, attempts)
         self._sleep = sleep
-        self._cancelled = False
-        self._stream = open_stream(attempts.remaining())
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
@@ -221,11 +215,6 @@ class AsyncGeneration(BaseGeneration):
             pass
         return self._fold.result()
 
-    def cancel(self) -> None:
-        """Ends the generation on the server; without effect once it is over."""
-        self._cancelled = True
-        self._stream.cancel()
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -243,18 +232,12 @@ class AsyncGeneration(BaseGeneration):
                 message = await self._stream.read()
                 return message if isinstance(message, pb.GenerateResponse) else None
             except grpc.RpcError as failure:
-                error = error_of(failure)
-                is_repeatable = self._fold.started is None and not self._cancelled
-                wait = self._attempts.wait_after(error) if is_repeatable else None
-                if wait is None:
-                    raise error from failure
+                wait = self._wait_or_raise(failure)
             except asyncio.CancelledError:
                 _raise_if_call_was_cancelled()
                 raise
             await self._sleep(wait)
-            self._stream = self._open_stream(self._attempts.remaining())
-            if self._cancelled:  # while it slept
-                self._stream.cancel()
+            self._reopen()
 
 
 def _raise_if_call_was_cancelled() -> None:

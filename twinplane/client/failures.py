@@ -1,9 +1,10 @@
-"""Turns a call's status into the error that callers see: one table, for both clients."""
+"""Turns a call's status into the error that callers see, or into another attempt."""
 
 from __future__ import annotations
 
 import grpc
 
+from twinplane.client.retry import Attempts
 from twinplane.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -40,3 +41,12 @@ def error_of(failure: grpc.RpcError) -> TwinplaneError:
         retry_after=status.retry_after,
         violations=status.violations,
     )
+
+
+def wait_or_raise(attempts: Attempts, failure: grpc.RpcError) -> float:
+    """Seconds to wait before the failed call is tried again. Raises its error when it is not."""
+    error = error_of(failure)
+    wait = attempts.wait_after(error)
+    if wait is None:
+        raise error from failure
+    return wait

@@ -80,36 +80,6 @@ class GenerationFold:
         )
 
 
-class BaseGeneration:
-    """What a running generation tells of itself, whichever way it is read.
-
-    The properties are None until the first message has arrived.
-    """
-
-    def __init__(self) -> None:
-        self._fold = GenerationFold()
-
-    @property
-    def request_id(self) -> str | None:
-        """The request's name in the server's logs."""
-        return self._fold.started.request_id if self._fold.started else None
-
-    @property
-    def model(self) -> str | None:
-        """The model that answers."""
-        return self._fold.started.model if self._fold.started else None
-
-    @property
-    def seed(self) -> int | None:
-        """The seed of the draws: the same request with it gives the same tokens."""
-        return self._fold.started.seed if self._fold.started else None
-
-    @property
-    def prompt_token_count(self) -> int | None:
-        """Tokens of the prompt."""
-        return self._fold.started.prompt_token_count if self._fold.started else None
-
-
 def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
     """The models in the server's order."""
     return tuple(

@@ -11,10 +11,11 @@ from typing import Protocol, Self, TypeVar, Unpack
 import grpc
 
 from twinplane.client.channel import OPTIONS, channel_credentials
-from twinplane.client.failures import error_of
+from twinplane.client.failures import wait_or_raise
+from twinplane.client.generation import BaseGeneration
 from twinplane.client.options import GenerateOptions, with_options_documented
 from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
-from twinplane.client.responses import BaseGeneration, served_models
+from twinplane.client.responses import served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
@@ -164,15 +165,12 @@ class Client:
             try:
                 return method(request, timeout=attempts.remaining())
             except grpc.RpcError as failure:
-                error = error_of(failure)
-                wait = attempts.wait_after(error)
-                if wait is None:
-                    raise error from failure
+                wait = wait_or_raise(attempts, failure)
             self._sleep(wait)
 
 
-class Generation(BaseGeneration):
-    """One generation, running since it was made; read by one thread.
+class Generation(BaseGeneration[_Stream]):
+    """One generation, running since it was made; read by one thread. Any thread may cancel it.
 
     Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
     its `with` block; one that is simply dropped is cancelled too.
@@ -184,12 +182,8 @@ class Generation(BaseGeneration):
         attempts: Attempts,
         sleep: Callable[[float], None],
     ) -> None:
-        super().__init__()
-        self._open_stream = open_stream
-        self._attempts = attempts
+        super().__init__(open_stream, attempts)
         self._sleep = sleep
-        self._cancelled = False
-        self._stream = open_stream(attempts.remaining())
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
@@ -208,11 +202,6 @@ class Generation(BaseGeneration):
             pass
         return self._fold.result()
 
-    def cancel(self) -> None:
-        """Ends the generation on the server; without effect once it is over. Any thread may."""
-        self._cancelled = True
-        self._stream.cancel()
-
     def __enter__(self) -> Self:
         return self
 
@@ -229,12 +218,6 @@ class Generation(BaseGeneration):
             try:
                 return next(self._stream, None)
             except grpc.RpcError as failure:
-                error = error_of(failure)
-                is_repeatable = self._fold.started is None and not self._cancelled
-                wait = self._attempts.wait_after(error) if is_repeatable else None
-                if wait is None:
-                    raise error from failure
+                wait = self._wait_or_raise(failure)
             self._sleep(wait)
-            self._stream = self._open_stream(self._attempts.remaining())
-            if self._cancelled:  # while it slept
-                self._stream.cancel()
+            self._reopen()
