@@ -74,11 +74,9 @@ async def measure(options: argparse.Namespace, results: Results, kind: str) -> N
     floors: dict[int, list[float]] = {rows: [] for rows in options.rows}
     async with in_process(options) as worker:
         # Not before: torch reads its settings when it is imported, and the worker makes them.
-        from bench.kernels import measure_peaks
-        from worker_service.kernels.cpu.build import default_cache
-        from worker_service.kernels.cpu.ops import open_kernels
+        from bench.kernels import measure_peaks, open_kernels
 
-        cpu = open_kernels(default_cache(os.environ), print, threads=os.cpu_count() or 1)
+        cpu = open_kernels(os.cpu_count() or 1)
         for number in range(options.rounds):
             peaks = measure_peaks(cpu, 7)
             results.measured(

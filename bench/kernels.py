@@ -22,15 +22,15 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from bench import options as flags
 from bench.results import Measurement, Results
-from worker_service.kernels.cpu.build import default_cache
+from worker_service.kernels.cpu.compiler import default_cache, ensure_library
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
+from worker_service.kernels.cpu.library import Context
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
     PackedWeight,
     PagedCache,
     RopeTables,
     StepBatch,
-    open_kernels,
 )
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 30, 576, 1536, 49152
@@ -304,6 +304,12 @@ def step_cases(cpu: CpuKernels, peaks: Peaks, repeats: int) -> Iterator[Measured
             yield from measure(f"step {name}, {case}", {"ours": step}, repeats, floor)
 
 
+def open_kernels(threads: int) -> CpuKernels:
+    """The kernels with this CPU's best instruction set, compiled first if need be."""
+    path = ensure_library(default_cache(os.environ), print, os.environ)
+    return CpuKernels(Context(path, threads, None))
+
+
 def main() -> None:
     parser = flags.parser(__doc__, rounds=7, peers=False)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -312,7 +318,7 @@ def main() -> None:
     results = flags.open_results("kernels", options)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    cpu = open_kernels(default_cache(os.environ), print, threads=options.threads)
+    cpu = open_kernels(options.threads)
     results.note(f"{cpu.context.instruction_set.name}, {options.threads} threads")
     peaks = measure_peaks(cpu, options.rounds)
     results.measured("peak", "read", "GB/s", [peaks.read_gigabytes_per_second])

@@ -11,7 +11,7 @@ from twinplane.process.logs import fields
 from worker_service.attention.interface import LayerCache
 from worker_service.domain.capability import Feature
 from worker_service.domain.plan import StepPlan
-from worker_service.kernels.cpu.build import KernelsUnavailable, default_cache, ensure_library
+from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context
 from worker_service.kernels.cpu.ops import (
     CpuKernels,

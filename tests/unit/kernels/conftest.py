@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from worker_service.kernels.cpu.build import default_cache
-from worker_service.kernels.cpu.library import InstructionSet
-from worker_service.kernels.cpu.ops import CpuKernels, open_kernels
+from worker_service.kernels.cpu.compiler import default_cache, ensure_library
+from worker_service.kernels.cpu.library import Context, InstructionSet
+from worker_service.kernels.cpu.ops import CpuKernels
 
 GUARD = 64
 SENTINEL = -12345.5
@@ -27,12 +27,8 @@ def open_cpu() -> Iterator[Opener]:
     def opener(threads: int, instruction_set: InstructionSet | None) -> CpuKernels:
         key = (threads, instruction_set)
         if key not in opened:
-            opened[key] = open_kernels(
-                default_cache(os.environ),
-                lambda line: None,
-                threads=threads,
-                instruction_set=instruction_set,
-            )
+            path = ensure_library(default_cache(os.environ), lambda line: None, os.environ)
+            opened[key] = CpuKernels(Context(path, threads, instruction_set))
         return opened[key]
 
     yield opener

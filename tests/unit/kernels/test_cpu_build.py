@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_service.kernels.cpu import build
-from worker_service.kernels.cpu.build import KernelsUnavailable, default_cache, ensure_library
+from worker_service.kernels.cpu import compiler
+from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context, InstructionSet
 from worker_service.kernels.cpu.ops import instruction_set_for
 
@@ -75,7 +75,7 @@ def test_a_failed_build_leaves_nothing_and_tells_why(tmp_path: Path) -> None:
 def test_processes_at_once_build_once(tmp_path: Path) -> None:
     environment = fake_compiler(tmp_path, "sleep 0.02\n" + MAKES_OUTPUT)
     code = (
-        "from pathlib import Path; from worker_service.kernels.cpu.build import ensure_library;"
+        "from pathlib import Path; from worker_service.kernels.cpu.compiler import ensure_library;"
         f"ensure_library(Path({str(tmp_path / 'cache')!r}), print, {environment!r})"
     )
     running = [
@@ -96,8 +96,8 @@ def test_an_unwritable_cache_is_a_reason(tmp_path: Path) -> None:
 def test_a_prebuilt_library_needs_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "PREBUILT", tmp_path / "prebuilt")
-    made = build.prebuild(fake_compiler(tmp_path, MAKES_OUTPUT))
+    monkeypatch.setattr(compiler, "PREBUILT", tmp_path / "prebuilt")
+    made = compiler.prebuild(fake_compiler(tmp_path, MAKES_OUTPUT))
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert ensure_library(tmp_path / "cache", lambda line: None, {}) == made
 

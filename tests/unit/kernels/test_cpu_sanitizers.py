@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worker_service.kernels.cpu.build import (
+from worker_service.kernels.cpu.compiler import (
     KernelsUnavailable,
     Toolchain,
     build_library,

@@ -12,7 +12,7 @@ import torch
 from tests.support import runner_rig, tiny_llama
 from worker_service.attention.interface import AttentionConfig
 from worker_service.domain.capability import DataType, Feature, Limits
-from worker_service.kernels.cpu.build import KernelsUnavailable
+from worker_service.kernels.cpu.compiler import KernelsUnavailable
 from worker_service.load_errors import BackendUnavailable
 from worker_service.runner import compiled_pass
 from worker_service.runner.forward_pass import PassConfig, PassType

@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 
-from worker_service.kernels.cpu.build import (
+from worker_service.kernels.cpu.compiler import (
     KernelsUnavailable,
     default_cache,
     ensure_library,

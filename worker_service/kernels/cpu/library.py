@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import ClassVar
 
-from worker_service.kernels.cpu.build import KernelsUnavailable
+from worker_service.kernels.cpu.compiler import KernelsUnavailable
 
 _ABI_VERSION = 3
 # Sums of so many products, int8 by int16, keep within int32.

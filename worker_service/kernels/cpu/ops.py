@@ -9,17 +9,14 @@ sequence is cut into chunks, or on the number of threads (src/linear.cpp, src/at
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
-from worker_service.kernels.cpu.build import KernelsUnavailable, Progress, ensure_library
+from worker_service.kernels.cpu.compiler import KernelsUnavailable
 from worker_service.kernels.cpu.library import MAX_GROUP_SIZE, Context, InstructionSet
 
 _INT8 = 1
@@ -329,19 +326,6 @@ class CpuKernels:
     def close(self) -> None:
         """Ends the context's threads."""
         self.context.close()
-
-
-def open_kernels(
-    cache: Path,
-    progress: Progress,
-    *,
-    threads: int,
-    instruction_set: InstructionSet | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> CpuKernels:
-    """Builds the library if need be, and opens it. Raises KernelsUnavailable with the reason."""
-    path = ensure_library(cache, progress, os.environ if environment is None else environment)
-    return CpuKernels(Context(path, threads, instruction_set))
 
 
 def instruction_set_for(head_dim: int, supported: list[InstructionSet]) -> InstructionSet:
