@@ -112,6 +112,7 @@ def test_a_library_that_is_none(tmp_path: Path) -> None:
 def test_cache_folders() -> None:
     assert default_cache({"TWINPLANE_HOME": "/home/t"}) == Path("/home/t/kernels")
     assert default_cache({"XDG_CACHE_HOME": "/c"}) == Path("/c/twinplane/kernels")
+    assert default_cache({"TWINPLANE_HOME": "~/t"}) == Path.home() / "t" / "kernels"
     assert default_cache({}) == Path.home() / ".cache" / "twinplane" / "kernels"
 
 

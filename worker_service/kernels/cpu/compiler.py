@@ -21,6 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from twinplane.models import cache_root
+
 SOURCES = Path(__file__).resolve().parent / "src"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
 LIBRARY_NAME = "libtwinplane_cpu.so"
@@ -102,12 +104,8 @@ def source_digest() -> str:
 
 
 def default_cache(environment: Mapping[str, str]) -> Path:
-    """The kernels' folder under $TWINPLANE_HOME, else under the XDG cache."""
-    home = environment.get("TWINPLANE_HOME")
-    if home:
-        return Path(home) / "kernels"
-    cache = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "twinplane" / "kernels"
+    """The kernels' folder, beside the models' (see `twinplane.models.cache_root`)."""
+    return cache_root(environment) / "kernels"
 
 
 def ensure_library(cache: Path, progress: Progress, environment: Mapping[str, str]) -> Path:
