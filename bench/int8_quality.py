@@ -89,7 +89,7 @@ def float32_options(folder: Path) -> RunnerOptions:
         max_step_token_count=MAX_TOKENS,
         max_sequence_token_count=MAX_TOKENS,
         attention_backend="compiled",
-        thread_count=os.cpu_count(),
+        thread_count=os.cpu_count() or 1,
         random_seed=0,
         progress=lambda line: None,
     )

@@ -18,6 +18,7 @@ from worker_service.domain.capability import DataType, Limits
 from worker_service.runner.interface import Runner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
+from worker_service.threads import resolve_threads
 
 _DEFAULT_VOCABULARY_SIZE = 32_000
 _DEFAULT_LENGTH = 8_192
@@ -81,7 +82,7 @@ def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner
         ),
         max_sequence_token_count=config.max_model_len,
         attention_backend=config.attention_backend,
-        thread_count=config.threads,
+        thread_count=resolve_threads(config.threads).count,
         random_seed=config.seed,
         progress=progress,
     )

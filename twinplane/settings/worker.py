@@ -70,7 +70,11 @@ class WorkerConfig:
         "what computes the model: compiled, torch or reference (default: the first that can run)",
         group=_DEVICE,
     )
-    threads: int | None = option(None, "CPU threads of the device", group=_DEVICE)
+    threads: int | None = option(
+        None,
+        "CPU threads of the device (default: one for each core, within the container's CPU quota)",
+        group=_DEVICE,
+    )
 
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
     port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)

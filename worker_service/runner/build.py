@@ -46,8 +46,6 @@ def build_model_runner(options: RunnerOptions) -> ModelRunner:
 
 def load(options: RunnerOptions) -> LoadedModel:
     """The model without a runner. Raises LoadError."""
-    if options.thread_count is not None:
-        torch.set_num_threads(options.thread_count)
     device = open_device(options.device)
     options.progress(f"opening {options.model_folder}")
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
@@ -77,6 +75,7 @@ def load(options: RunnerOptions) -> LoadedModel:
             progress=options.progress,
         )
         chosen = select_pass(pass_config, options.attention_backend)
+        _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         options.progress("checking the weights' digest")
         digest = _arithmetic_digest(
             checkpoint.digest(), options.quantization, data_type, kv_data_type
@@ -102,6 +101,16 @@ def load(options: RunnerOptions) -> LoadedModel:
         cache=cache,
         device=device,
     )
+
+
+def _set_torch_threads(count: int) -> None:
+    """Sets torch's number of threads, for the whole process. Nothing reads it.
+
+    Beside a pass with threads of its own torch only copies and samples, and one thread has to do:
+    more of them would wait, spinning, on cores that the pass needs. Loading would take ten times as
+    long, and a step's few rows would gain nothing.
+    """
+    torch.set_num_threads(count)
 
 
 def _default_data_type(config: ModelConfig, device: torch.device) -> DataType:

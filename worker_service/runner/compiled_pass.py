@@ -98,12 +98,9 @@ def _build(
     config: PassConfig, model_config: ModelConfig, checkpoint: Checkpoint, cache: KVCache
 ) -> ForwardPass:
     try:
-        kernels = _open(config, config.thread_count or torch.get_num_threads())
+        kernels = _open(config, config.thread_count)
     except KernelsUnavailable as unavailable:
         raise BackendUnavailable(f"the compiled kernels cannot run: {unavailable}") from unavailable
-    # torch only copies and samples now. Its threads would wait spinning on cores that ours need:
-    # that makes loading ten times slower, and gains nothing on a step's few rows.
-    torch.set_num_threads(1)
     attention, limits = config.attention, config.limits
     model = CompiledLlama(
         kernels,
@@ -128,4 +125,6 @@ def _own_layout(layer: LayerCache) -> PagedCache:
     )
 
 
-COMPILED = PassType("compiled", frozenset({Feature.BATCH_INVARIANT}), _probe, _build)
+COMPILED = PassType(
+    "compiled", frozenset({Feature.BATCH_INVARIANT}), _probe, _build, has_own_threads=True
+)

@@ -46,13 +46,13 @@ class ForwardPass(Protocol):
 @dataclass(frozen=True, slots=True)
 class PassConfig:
     """What a forward pass has to serve. `attention` holds the compute dtype and the device;
-    `thread_count` None leaves the choice to the pass."""
+    `thread_count` is for a pass with threads of its own."""
 
     attention: AttentionConfig
     limits: Limits
     quantization: Quantization
     kv_data_type: DataType
-    thread_count: int | None
+    thread_count: int
     progress: Callable[[str], None]
 
 
@@ -61,10 +61,12 @@ class PassType:
     """A way to run the model that could be chosen.
 
     `probe` says why it cannot run here, None when it can; `build` loads the weights and raises
-    LoadError. `features`: what it promises beyond the basic step.
+    LoadError. `features`: what it promises beyond the basic step. `has_own_threads`: it computes on
+    threads of its own, not on torch's.
     """
 
     name: str
     features: frozenset[Feature]
     probe: Callable[[PassConfig], str | None]
     build: Callable[[PassConfig, ModelConfig, Checkpoint, KVCache], ForwardPass]
+    has_own_threads: bool = False

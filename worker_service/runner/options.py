@@ -24,9 +24,9 @@ class RunnerOptions:
     `device` is "cpu" or "cuda"; `data_type` None takes float32 on the CPU and the model's own
     elsewhere; `kv_cache_bytes` bounds the KV pool; `max_sequence_token_count` None takes the
     model's own, or what the pool holds if that is less; `attention_backend` None takes the first
-    that can run; `thread_count` None leaves torch's own choice; `random_seed` is reported, never
-    used for sampling; `quantization` and `kv_data_type`, None for that of `data_type`, are refused
-    where they cannot be honoured. `progress` is told what is being done, in short lines for people.
+    that can run; `thread_count` is for computing on the CPU; `random_seed` is reported, never used
+    for sampling; `quantization` and `kv_data_type`, None for that of `data_type`, are refused where
+    they cannot be honoured. `progress` is told what is being done, in short lines for people.
     """
 
     model_folder: Path
@@ -39,7 +39,7 @@ class RunnerOptions:
     max_step_token_count: int
     max_sequence_token_count: int | None
     attention_backend: str | None
-    thread_count: int | None
+    thread_count: int
     random_seed: int
     progress: Callable[[str], None]
     quantization: Quantization = Quantization.NONE

@@ -13,6 +13,7 @@ from tests.support import runner_rig, tiny_llama
 from worker_service.attention.interface import AttentionConfig
 from worker_service.domain.capability import DataType, Feature, Limits
 from worker_service.kernels.cpu.compiler import KernelsUnavailable
+from worker_service.kernels.cpu.library import Context, InstructionSet
 from worker_service.load_errors import BackendUnavailable
 from worker_service.runner import compiled_pass
 from worker_service.runner.forward_pass import PassConfig, PassType
@@ -152,3 +153,24 @@ def test_without_a_compiler_int8_cannot_be_honoured(tmp_path: Path) -> None:
     folder = tiny_llama.save(tiny_llama.llama(), tmp_path / "model")
     with pytest.raises(BackendUnavailable, match=r"/nonexistent.*int8 weights need"):
         runner_rig.build(folder, quantization=Quantization.INT8)
+
+
+def test_torch_computes_on_the_threads_asked_for_only_where_it_computes_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny_llama.save(tiny_llama.llama(), tmp_path / "model")
+    opened: list[int] = []
+
+    def open_context(path: Path, threads: int, instruction_set: InstructionSet | None) -> Context:
+        opened.append(threads)
+        return Context(path, threads, instruction_set)
+
+    monkeypatch.setattr(compiled_pass, "Context", open_context)
+    before = torch.get_num_threads()
+    try:
+        for backend, torch_threads in (("compiled", 1), ("torch", 3), ("compiled", 1)):
+            runner_rig.build(folder, attention_backend=backend, thread_count=3)
+            assert torch.get_num_threads() == torch_threads
+    finally:
+        torch.set_num_threads(before)
+    assert opened[-1] == 3, "a later model gets as many threads as the first"

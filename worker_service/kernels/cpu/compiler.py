@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import platform
 import shlex
 import shutil
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinplane.models import cache_root
+from worker_service.threads import resolve_threads
 
 SOURCES = Path(__file__).resolve().parent / "src"
 PREBUILT = Path(__file__).resolve().parent / "prebuilt"
@@ -164,7 +164,7 @@ def build_library(
             for number, flags in sets.items()
             for name in _PER_INSTRUCTION_SET
         ]
-        with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(max_workers=resolve_threads(None).count) as pool:
             list(pool.map(lambda arguments: _compile(toolchain, arguments), compilations))
         linked = objects / LIBRARY_NAME
         parts = sorted(map(str, objects.glob("*.o")))

@@ -1,0 +1,91 @@
+"""How many threads a worker's device gets. Resolved once, at startup; needs no torch.
+
+Threads beyond the cores that the process may use, or beyond the CPU quota of its container, only
+wait for one another.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadCount:
+    """A number of threads, at least 1, and for people where it comes from."""
+
+    count: int
+    source: str
+
+
+def resolve_threads(
+    setting: int | None, *, root: Path = Path("/"), processors: Collection[int] | None = None
+) -> ThreadCount:
+    """The setting; without one a thread for each core, within the container's CPU quota.
+
+    `root` is where proc and sys are mounted. `processors` are the numbers of those that this
+    process may use, by default its affinity mask. Both are there for tests.
+    """
+    if setting is not None:
+        return ThreadCount(setting, "the setting `threads`")
+    cores = _core_count(root, os.sched_getaffinity(0) if processors is None else processors)
+    quota = _cpu_quota(root)
+    if quota is not None and quota < cores:
+        count = max(1, math.ceil(quota))
+        return ThreadCount(count, f"a CPU quota of {quota:g} on {cores} cores")
+    return ThreadCount(cores, "the cores that this process may use")
+
+
+def _core_count(root: Path, processors: Collection[int]) -> int:
+    """Cores behind the processors: those that share a core also share its arithmetic units."""
+    folder = root / "sys/devices/system/cpu"
+    siblings = {
+        _read(folder / f"cpu{number}/topology/thread_siblings_list") or str(number)
+        for number in processors
+    }
+    return max(1, len(siblings))
+
+
+def _cpu_quota(root: Path) -> float | None:
+    """CPUs' worth of time that the control groups leave this process; None: no limit."""
+    quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None]
+    return min(quotas, default=None)
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups and of all above them: each may set a quota.
+
+    Inside a container the listed path may be the host's, where only the mount's top is visible.
+    """
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        names = controllers.split(",")
+        if controllers and "cpu" not in names:
+            continue
+        group = PurePosixPath(path.lstrip("/"))
+        for top in (mount / controllers, mount / "cpu") if controllers else (mount,):
+            yield from (top / above for above in (group, *group.parents) if ".." not in above.parts)
+
+
+def _quota_of(group: Path) -> float | None:
+    """The quota of one group, of version 2 (cpu.max) or version 1; None where it sets none."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not quota:
+        quota = _read(group / "cpu.cfs_quota_us")
+        period = _read(group / "cpu.cfs_period_us")
+    try:
+        return float(quota) / float(period) if float(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):  # "max", no such file, or nothing that we know
+        return None
+
+
+def _read(path: Path) -> str:
+    """The file's text without white space around it; empty where it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
