@@ -1,5 +1,8 @@
-"""The command line. `main` finds the command and hands over; each command is a module of its own,
-imported only when it is called, so that `twinplane --help` is quick."""
+"""The command line: `main` finds the command and runs it.
+
+Each command is a module of its own. It is imported only when it is called, so that
+`twinplane --help` is quick.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from twinplane.models.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """`module` has `main(argv) -> int`, the exit code."""
+    """A command. Its `module` has a function `main(argv)`, which returns the exit code."""
 
     name: str
     help: str
@@ -51,7 +54,7 @@ _GROUPS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C."""
+    """Runs one command. Returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -77,7 +80,7 @@ def _run(command: _Command, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter's last flush must not fail on it too.
+        # The reader of our output is gone. The interpreter's last flush must not fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -1,4 +1,4 @@
-"""`python -m twinplane.cli`: the same as the `twinplane` script."""
+"""`python -m twinplane.cli` does the same as the `twinplane` script."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Ctrl-C stops an answer."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 at /exit or the end of input; raises TwinplaneError when input is piped."""
+    """Returns 0 after /exit or at the end of the input. Raises TwinplaneError if input is piped."""
     parser = argparse.ArgumentParser(
         prog="twinplane chat",
         usage="%(prog)s [options]",
@@ -68,7 +68,7 @@ def _loop(chat: Chat, *, interactive: bool) -> int:
 
 
 class Chat:
-    """The conversation so far, and what a line of input does to it."""
+    """The conversation so far. Each line of input changes or continues it."""
 
     def __init__(
         self, client: Client, options: GenerateOptions, system: str | None, output: TextIO
@@ -80,7 +80,10 @@ class Chat:
         self._turns: list[Message] = []
 
     def take(self, line: str) -> bool:
-        """Handles one line; False ends the chat. Raises TwinplaneError, the turn then undone."""
+        """Handles one line. Returns False when the chat is over.
+
+        Raises TwinplaneError when a turn fails; the conversation is then as before that turn.
+        """
         command, _, rest = line.strip().partition(" ")
         match command:
             case "":
@@ -113,7 +116,7 @@ class Chat:
                     self._output.write(delta.text)
                     self._output.flush()
         except KeyboardInterrupt:
-            self._output.write(" …")  # the user has heard enough; what was said stays said
+            self._output.write(" …")  # what was said so far stays in the conversation
         self._say("")
         if parts:
             self._turns = [*turns, Message("assistant", "".join(parts))]

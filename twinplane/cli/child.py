@@ -7,18 +7,21 @@ import signal
 import sys
 from dataclasses import dataclass
 
-from twinplane.cli.terminal import Say
+from twinplane.cli.terminal import Terminal
 
 _CHUNK_BYTES = 1 << 16
-_LAST_WORDS_SECONDS = 1.0
+_LAST_LOG_LINES_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """`arguments` for the Python interpreter; `grace_seconds` between SIGTERM and SIGKILL.
+    """How to run a plane.
 
-    The process has to end when its standard input does (`--exit-with-parent`): the write end is
-    held by the parent, so it closes however the parent ends.
+    `arguments` are those of the Python interpreter. `grace_seconds` pass between SIGTERM and
+    SIGKILL. `log_label` is printed before each line of the plane's log; it may be empty.
+
+    The process has to end when its standard input ends (`--exit-with-parent`). The parent holds the
+    write end, which the system closes however the parent ends.
     """
 
     name: str
@@ -28,18 +31,22 @@ class Plane:
 
 
 class Child:
-    """A started plane. `exit_code` is negative for a signal, None while it runs."""
+    """A plane that was started."""
 
-    def __init__(self, plane: Plane, process: asyncio.subprocess.Process, say: Say) -> None:
+    def __init__(
+        self, plane: Plane, process: asyncio.subprocess.Process, terminal: Terminal
+    ) -> None:
         self.plane = plane
         self._process = process
-        self._say = say
-        self._logs = asyncio.create_task(self._pump())
+        self._terminal = terminal
+        self._logs = asyncio.create_task(self._forward_log())
 
     @classmethod
-    async def start(cls, plane: Plane, say: Say) -> Child:
-        """Starts the process in a session of its own: the terminal's Ctrl-C reaches only the
-        parent, which stops the planes in order."""
+    async def start(cls, plane: Plane, terminal: Terminal) -> Child:
+        """Starts the process, in a session of its own.
+
+        The terminal's Ctrl-C therefore reaches only the parent, which stops the planes in order.
+        """
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *plane.arguments,
@@ -47,48 +54,48 @@ class Child:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        return cls(plane, process, say)
+        return cls(plane, process, terminal)
 
     @property
     def exit_code(self) -> int | None:
-        """See the class."""
+        """The exit code: negative for a signal, None while the process runs."""
         return self._process.returncode
 
     async def wait(self) -> None:
-        """Waits for the process's end and its last log lines."""
+        """Waits until the process has ended and its last log lines are printed."""
         await self._process.wait()
-        await asyncio.wait((self._logs,), timeout=_LAST_WORDS_SECONDS)
+        await asyncio.wait((self._logs,), timeout=_LAST_LOG_LINES_SECONDS)
 
     def kill(self) -> None:
-        """SIGKILL, if it still runs."""
+        """Sends SIGKILL if the process still runs."""
         if self.exit_code is None:
             self._process.kill()
 
     async def stop(self) -> None:
-        """SIGTERM, then after the grace SIGKILL; returns when the process has ended."""
+        """Sends SIGTERM, and SIGKILL after the grace. Returns when the process has ended."""
         if self.exit_code is None:
             self._process.terminate()
         try:
             async with asyncio.timeout(self.plane.grace_seconds):
                 await self._process.wait()
         except TimeoutError:
-            self._say.error(f"the {self.plane.name} did not stop in time and is killed")
+            self._terminal.error(f"the {self.plane.name} did not stop in time and is killed")
             self.kill()
         await self.wait()
         self._logs.cancel()
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def epitaph(self) -> str:
-        """How it ended: "the worker ended with exit code 1"."""
+    def describe_exit(self) -> str:
+        """Says how the process ended, such as "the worker ended with exit code 1"."""
         code = self.exit_code
         assert code is not None
         if code < 0:
             return f"the {self.plane.name} was killed by {signal.Signals(-code).name}"
         return f"the {self.plane.name} ended with exit code {code}"
 
-    async def _pump(self) -> None:
-        """Hands on the log line by line; a line without an end is cut at the chunk's size."""
+    async def _forward_log(self) -> None:
+        """Prints the log line by line. A line longer than a chunk is cut."""
         stream = self._process.stderr
         assert stream is not None
         rest = b""
@@ -97,6 +104,6 @@ class Child:
             if len(rest) > _CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._say.log(self.plane.log_label, line)
+                self._terminal.log(self.plane.log_label, line)
         if rest:
-            self._say.log(self.plane.log_label, rest)
+            self._terminal.log(self.plane.log_label, rest)

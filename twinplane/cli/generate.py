@@ -1,4 +1,4 @@
-"""`twinplane generate`: streams the completion of one prompt to standard output."""
+"""`twinplane generate` streams the completion of one prompt to standard output."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0; raises TwinplaneError. Ctrl-C cancels the generation."""
+    """Returns 0. Raises TwinplaneError. Ctrl-C cancels the generation."""
     parser = argparse.ArgumentParser(
         prog="twinplane generate",
         usage="%(prog)s [PROMPT|-] [options]",

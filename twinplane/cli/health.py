@@ -1,4 +1,4 @@
-"""Waits for a server's grpc.health.v1 to say SERVING."""
+"""Waits until a server reports SERVING by grpc.health.v1."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Health:
         self._address = address
 
     async def serving(self) -> None:
-        """Returns as soon as the server serves: watches it, once it listens."""
+        """Returns as soon as the server serves. Until it listens, tries again and again."""
         import grpc
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -33,5 +33,5 @@ class Health:
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             return
                 except grpc.aio.AioRpcError:
-                    pass  # not listening yet, or no more
+                    pass  # it does not listen yet, or no longer
                 await asyncio.sleep(_RETRY_SECONDS)

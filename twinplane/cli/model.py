@@ -1,4 +1,4 @@
-"""`twinplane model pull|list`: models on this machine."""
+"""`twinplane model` pulls models to this machine and lists those that are there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from twinplane import models
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0; raises ModelError."""
+    """Returns 0. Raises ModelError."""
     parser = argparse.ArgumentParser(
         prog="twinplane model", description="Pull and list models.", allow_abbrev=False
     )

@@ -1,4 +1,4 @@
-"""The settings of both planes on one command line, as `up` takes them and `doctor` checks them."""
+"""The settings of both planes on one command line, for `up` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from twinplane.settings.known import known_settings
 from twinplane.settings.resolution import Settings
 from twinplane.settings.worker import WorkerConfig
 
-# What `up` decides itself: how the planes find each other and end together.
-_DECIDED = ("worker", "worker_id", "exit_with_parent")
-# Clients meet the control plane; the worker listens on a private socket.
+# `up` sets these itself: they say how the planes find each other and end together.
+_SET_BY_UP = ("worker", "worker_id", "exit_with_parent")
+# Clients connect to the control plane; the worker listens on a private socket.
 _CONTROL_ONLY = ("host", "port", "uds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of both planes, except for what `up` decides."""
-    settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_DECIDED)
+    """Adds the flags of both planes, except those that `up` sets itself."""
+    settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_SET_BY_UP)
 
 
 def control_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:
-    """The control plane's part of the flags, and what was decided."""
-    return _but(namespace, (), decided)
+    """The control plane's flags, with the `decided` values in place of what was given."""
+    return _changed(namespace, (), decided)
 
 
 def worker_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:
-    """The worker's part of the flags, and what was decided."""
-    return _but(namespace, _CONTROL_ONLY, decided)
+    """The worker's flags, with the `decided` values in place of what was given."""
+    return _changed(namespace, _CONTROL_ONLY, decided)
 
 
 def resolve_control(flags: argparse.Namespace, environ: Mapping[str, str]) -> ControlConfig:
@@ -42,7 +42,7 @@ def resolve_worker(flags: argparse.Namespace, environ: Mapping[str, str]) -> Wor
     return _resolve(WorkerConfig, flags, environ, "worker")
 
 
-def _but(
+def _changed(
     namespace: argparse.Namespace, without: Collection[str], values: Mapping[str, object]
 ) -> argparse.Namespace:
     kept = {name: value for name, value in vars(namespace).items() if name not in without}

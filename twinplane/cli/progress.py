@@ -1,4 +1,4 @@
-"""Draws a Progress: a bar on a terminal, one line per stage elsewhere."""
+"""Draws a Progress: bars on a terminal, and one line per stage elsewhere."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from twinplane.models import Progress
 
 
 class _BarProgress:
-    """One bar per stage; a finished stage stays with its time."""
+    """Draws one bar per stage. The bar of a finished stage stays and shows its time."""
 
     def __init__(self, bars: Bars) -> None:
         self._bars = bars
@@ -37,7 +37,7 @@ class _BarProgress:
             self._bars.advance(self._stage, amount)
 
     def finish(self) -> None:
-        """Ends the present stage."""
+        """Ends the current stage."""
         if self._stage is not None:
             total = self._bars.tasks[self._stage].total
             self._bars.update(self._stage, total=total or 1, completed=total or 1)
@@ -45,7 +45,7 @@ class _BarProgress:
 
 
 class _LineProgress:
-    """One line per stage."""
+    """Prints one line per stage."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -60,7 +60,7 @@ class _LineProgress:
 
 @contextmanager
 def shown() -> Iterator[Progress]:
-    """A Progress on standard error, for as long as the block runs."""
+    """A Progress on standard error, while the `with` block runs."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _LineProgress(console)

@@ -20,7 +20,7 @@ class RequestFlags:
 
 
 def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds them in two groups."""
+    """Adds the flags to `parser`, in two groups."""
     server = parser.add_argument_group("server")
     server.add_argument(
         "--address",
@@ -43,7 +43,7 @@ def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
 
 
 def request_flags(namespace: argparse.Namespace) -> RequestFlags:
-    """What was given. A flag is the option of its name; one that was not given is left out."""
+    """The flags that have a value. Each of them is the option of the same name."""
     given = {
         name: value
         for name, value in vars(namespace).items()
@@ -53,6 +53,6 @@ def request_flags(namespace: argparse.Namespace) -> RequestFlags:
 
 
 def quiet_grpc() -> None:
-    """Keeps gRPC's own log lines out of a command's output; before gRPC is imported."""
+    """Keeps gRPC's own log lines out of a command's output. Call it before gRPC is imported."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

@@ -1,4 +1,4 @@
-"""What `twinplane up` prints: its own lines, and the planes' logs with the plane's name before."""
+"""What `twinplane up` prints: its own lines, and the log lines of the planes."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from typing import TextIO
 
 
 @dataclass(frozen=True, slots=True)
-class Say:
-    """Own news go to `output`, errors and logs to `errors`; every line is flushed."""
+class Terminal:
+    """Where the command `name` prints. Each line is flushed.
+
+    Messages go to `output`; errors and the planes' logs go to `errors`.
+    """
 
     name: str
     output: TextIO
     errors: TextIO
 
-    def news(self, line: str) -> None:
-        """Something a user waits for."""
+    def message(self, line: str) -> None:
+        """Prints what the user waits for."""
         print(line, file=self.output, flush=True)
 
     def error(self, line: str) -> None:
-        """Something that went wrong."""
+        """Prints what went wrong, after the command's name."""
         print(f"{self.name}: {' '.join(line.split())}", file=self.errors, flush=True)
 
     def log(self, label: str, line: bytes) -> None:
-        """One line of a plane's log, without its line end; an empty label leaves it as it is."""
+        """Prints one line of a plane's log, given without its line end, after the label if any."""
         text = line.decode(errors="replace")
         print(f"{label} | {text}" if label else text, file=self.errors, flush=True)

@@ -1,4 +1,4 @@
-"""`twinplane up`: both planes on this machine, as two supervised child processes."""
+"""`twinplane up` runs both planes on this machine, as two supervised child processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.supervisor import Supervisor
-from twinplane.cli.terminal import Say
+from twinplane.cli.terminal import Terminal
 from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
 from twinplane.settings.worker import WorkerConfig
 
-# Beyond what a plane itself waits for its running work, before it is killed.
+# A plane is killed this long after the time that it gives its running work.
 _STOP_MARGIN_SECONDS = 5.0
 _LONGEST_SOCKET_PATH = 100
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane died, 2 when nothing could be started."""
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
     parser = argparse.ArgumentParser(
         prog="twinplane up",
         usage="%(prog)s [options]",
@@ -43,17 +43,20 @@ def main(argv: Sequence[str]) -> int:
     planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
     quiet_grpc()
-    say = Say("twinplane up", sys.stdout, sys.stderr)
+    terminal = Terminal("twinplane up", sys.stdout, sys.stderr)
     try:
         with tempfile.TemporaryDirectory(prefix="twinplane-") as folder:  # 0700
-            return _up(namespace, os.environ, Path(folder) / "worker.sock", say)
+            return _up(namespace, os.environ, Path(folder) / "worker.sock", terminal)
     except (SettingsError, models.ModelError) as error:
-        say.error(str(error))
+        terminal.error(str(error))
         return 2
 
 
 def _up(
-    namespace: argparse.Namespace, environ: Mapping[str, str], worker_socket: Path, say: Say
+    namespace: argparse.Namespace,
+    environ: Mapping[str, str],
+    worker_socket: Path,
+    terminal: Terminal,
 ) -> int:
     if len(str(worker_socket)) > _LONGEST_SOCKET_PATH:
         raise SettingsError(
@@ -83,7 +86,7 @@ def _up(
         ),
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
-    return asyncio.run(Supervisor(children, Health(address), ready, say).run())
+    return asyncio.run(Supervisor(children, Health(address), ready, terminal).run())
 
 
 def _plane(
@@ -93,8 +96,11 @@ def _plane(
     flags: argparse.Namespace,
     drain_seconds: float,
 ) -> Plane:
-    """The child process. Its stderr is a pipe, so what `auto` means is decided here: on a
-    terminal text, and then each line says whose it is."""
+    """How to run the child process.
+
+    Its standard error is a pipe, so the log format `auto` is decided here: text on a terminal. Each
+    line of that begins with the plane's name.
+    """
     as_text = config.log_format == "text" or (config.log_format == "auto" and sys.stderr.isatty())
     flags.log_format = "text" if as_text else "json"
     return Plane(
@@ -106,8 +112,11 @@ def _plane(
 
 
 def _ensure_model(name: str, *, pull: bool) -> None:
-    """Raises ModelNotFound, which says how to pull, unless the model is here afterwards. A GGUF
-    file is converted now, where its progress can be seen, and not in both planes at once."""
+    """Makes sure that the model is on this machine. Raises ModelNotFound, which says how to pull.
+
+    A GGUF file is converted now, where the user sees the progress, instead of in both planes at
+    once.
+    """
     with progress.shown() as shown:
         try:
             models.resolve(name, shown)
@@ -118,8 +127,11 @@ def _ensure_model(name: str, *, pull: bool) -> None:
 
 
 def _listening_port(control: ControlConfig) -> int:
-    """The port clients will use. A free one is picked here, since the ready line names it, and a
-    taken one is refused here, since whoever holds it might answer as if it were ours."""
+    """The port that clients will use. Raises SettingsError when it is taken.
+
+    A free port is picked here because the ready line names it. A taken one is refused here because
+    the server that holds it might answer in place of ours.
+    """
     if control.uds:
         return control.port
     family = socket.AF_INET6 if ":" in control.host else socket.AF_INET
@@ -137,7 +149,7 @@ def _listening_port(control: ControlConfig) -> int:
 
 
 def _reachable(host: str) -> str:
-    """The address by which this machine reaches a server that listens on `host`."""
+    """The host name by which this machine reaches a server that listens on `host`."""
     match host:
         case "0.0.0.0":
             return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Models on disk: from a name to a folder a worker can load. No torch.
+"""Models on disk: from a name to a folder that a worker can load. No torch.
 
 Importing this package is cheap; numpy, gguf and tokenizers are imported when a GGUF file is
 converted, huggingface_hub when a hub id is asked for.
@@ -50,24 +50,24 @@ def resolve(name_or_path: str, progress: Progress | None = None) -> Path:
     """The folder of a model: config.json, safetensors, tokenizer files.
 
     A folder is returned as it is. A .gguf file is converted into the cache the first time. A
-    catalogue name or a hub id (`org/name`) is looked up on this machine only. Blocks; a first
-    conversion takes seconds to minutes. Raises ModelNotFound (its message says how to get the
+    catalogue name or a hub id (`org/name`) is looked up on this machine only. The call blocks; a
+    first conversion takes seconds to minutes. Raises ModelNotFound (its message says how to get the
     model), ModelInvalid, ConversionUnsupported or CacheUnusable.
     """
     return _store().resolve(name_or_path, progress or NoProgress())
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:
-    """Fetches a catalogue model or a hub id, unless it is here already; returns its folder.
+    """Fetches a catalogue model or a hub id, unless it is here already. Returns its folder.
 
-    Safe to run twice at once. Raises PullFailed, HashMismatch, ModelNotFound for a name that is
-    neither, CacheUnusable, and what a conversion raises; nothing is left behind then.
+    Several processes may call it at once. Raises PullFailed, HashMismatch, CacheUnusable, what a
+    conversion raises, and ModelNotFound for a name that is neither. Nothing is left behind then.
     """
     return _store().pull(name, progress or NoProgress())
 
 
 def installed() -> list[InstalledModel]:
-    """Models on this machine: the cache's own, then the hub library's."""
+    """Models on this machine: those of the cache, then those of the hub library."""
     return _store().installed()
 
 

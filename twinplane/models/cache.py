@@ -1,11 +1,12 @@
-"""The model cache on disk: where it is, and the one way a folder gets into it.
+"""The cache on disk: where it is, and the one way a model's folder gets into it.
 
     <root>/models/<name>/     complete models, ready to load
     <root>/staging/<name>/    a folder being made, by the holder of the lock
     <root>/locks/<name>.lock  held while a model is made
 
-A folder is made in `staging` and renamed into `models`, so whatever interrupts the work, what is
-under `models` is whole. The staging folder of an interrupted run is cleared by the next.
+A folder is made in `staging` and then renamed into `models`. Every folder under `models` is
+therefore whole, whatever interrupts the work. The next run clears the staging folder that an
+interrupted run leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from twinplane.models.errors import CacheUnusable
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """$TWINPLANE_HOME, else $XDG_CACHE_HOME/twinplane, else ~/.cache/twinplane."""
+    """$TWINPLANE_HOME, else $XDG_CACHE_HOME/twinplane, else ~/.cache/twinplane.
+
+    Models and compiled kernels have their folders in it.
+    """
     if home := environ.get("TWINPLANE_HOME"):
         return Path(home).expanduser()
     if xdg := environ.get("XDG_CACHE_HOME"):
@@ -52,10 +56,10 @@ class ModelCache:
         return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
 
     def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
-        """The folder called `name`, made by `make(empty_folder)` if it isn't there.
+        """The folder called `name`. If it isn't there, `make(empty_folder)` makes it.
 
-        When `make` raises, nothing is left behind. A second caller waits for the first and gets
-        its folder. Raises CacheUnusable.
+        When `make` raises, nothing is left behind. A second caller waits for the first and gets its
+        folder. Raises CacheUnusable.
         """
         try:
             return self._get_or_make(name, make)
@@ -77,7 +81,7 @@ class ModelCache:
                 make(staging)
                 final = self.models / name
                 final.parent.mkdir(parents=True, exist_ok=True)
-                if final.exists():  # not a complete model, or `find` had seen it
+                if final.exists():  # an incomplete one, or `find` would have found it
                     shutil.rmtree(final)
                 staging.rename(final)
             finally:

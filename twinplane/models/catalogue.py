@@ -1,4 +1,4 @@
-"""The models that have a short name: what they are and where their bytes are pinned."""
+"""The models that have a short name: what each is, where it is fetched, and its digests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """A GGUF file that is published inside a Python wheel; digests are hex SHA-256."""
+    """A model whose GGUF file is published inside a Python wheel. Digests are hex SHA-256."""
 
     name: str
     summary: str

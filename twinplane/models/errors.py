@@ -1,12 +1,12 @@
-"""What can go wrong between a model's name and a folder a worker can load.
+"""What can go wrong between a model's name and a folder that a worker can load.
 
     ModelError
-    ├── ModelNotFound         no such model here: the message says how to get it
-    ├── ModelInvalid          it is here, and no plane can use it: names the file or the key
-    ├── ConversionUnsupported a GGUF feature without an exact equivalent: names it
-    ├── PullFailed            a download didn't work: says what to try
-    ├── CacheUnusable         the model cache can't be written: names the file
-    └── HashMismatch          what was downloaded is not what was meant; nothing was kept
+    ├── ModelNotFound         the model is not here; the message says how to get it
+    ├── ModelInvalid          the model is here but unusable; the message names the file or the key
+    ├── ConversionUnsupported a GGUF feature has no exact equivalent; the message names it
+    ├── PullFailed            a download failed; the message says what to try
+    ├── CacheUnusable         the model cache can't be written; the message names the file
+    └── HashMismatch          downloaded bytes have another digest; nothing was kept
 
 Every message is one line for people.
 """
@@ -19,15 +19,15 @@ class ModelError(Exception):
 
 
 class ModelNotFound(ModelError):
-    """No such model on this machine."""
+    """The model is not on this machine."""
 
 
 class ModelInvalid(ModelError):
-    """The files are there and can't be used."""
+    """The files are there, but can't be used."""
 
 
 class ConversionUnsupported(ModelError):
-    """Converting would silently change what the model computes, so it is refused."""
+    """A conversion is refused because it would change what the model computes."""
 
 
 class PullFailed(ModelError):
@@ -35,7 +35,7 @@ class PullFailed(ModelError):
 
 
 class CacheUnusable(ModelError):
-    """The model cache can't be written: no room, or no permission."""
+    """The model cache can't be written, for lack of room or permission."""
 
 
 class HashMismatch(ModelError):

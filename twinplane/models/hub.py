@@ -8,19 +8,19 @@ from pathlib import Path
 
 from twinplane.models.errors import ModelNotFound, PullFailed
 
-# Never pickled weights (.bin) nor code (.py).
+# Pickled weights and code are never fetched.
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
 _NEVER = ["*.bin", "*.pt", "*.pth", "*.py", "*.pkl"]
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` reads like `org/name`."""
+    """Whether `name` has the form `org/name`."""
     return _ID.fullmatch(name) is not None
 
 
 def find_snapshot(name: str) -> Path:
-    """The complete local snapshot of a hub model; raises ModelNotFound."""
+    """The complete local snapshot of a hub model. Raises ModelNotFound."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -35,7 +35,7 @@ def find_snapshot(name: str) -> Path:
 
 
 def pull_snapshot(name: str) -> Path:
-    """Downloads what serving needs of a hub model; raises PullFailed."""
+    """Downloads the files of a hub model that serving needs. Raises PullFailed."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -62,7 +62,7 @@ def pull_snapshot(name: str) -> Path:
 
 
 def missing_file(folder: Path) -> str | None:
-    """The first file a plane would miss in `folder`, or None when it is complete."""
+    """The first file that a plane would miss in `folder`, or None when all are there."""
     if not (folder / "config.json").is_file():
         return "config.json"
     index = folder / "model.safetensors.index.json"

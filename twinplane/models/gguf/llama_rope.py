@@ -1,8 +1,8 @@
-"""RoPE scaling as GGUF keeps it, brought back to the parameters Hugging Face names.
+"""Turns RoPE scaling as GGUF keeps it into the parameters that Hugging Face names.
 
-GGUF keeps linear and YaRN scaling as metadata. Llama 3's scaling it keeps only as its result, one
-divisor per frequency (`rope_freqs.weight`); the parameters are recovered from them and accepted
-only when they give the same divisors again.
+GGUF keeps linear and YaRN scaling as metadata. Of Llama 3's scaling it keeps only the result: one
+divisor per frequency (`rope_freqs.weight`). The parameters are recovered from these divisors, and
+accepted only when they give the same divisors again.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class LinearScaling:
 class YarnScaling:
     """YaRN (arXiv 2309.00071).
 
-    Frequencies that turn at least `beta_fast` times over the original context are kept, those that
-    turn at most `beta_slow` times are divided by `factor`, and between them is a ramp.
+    Frequencies that turn at least `beta_fast` times over the original context are kept. Those that
+    turn at most `beta_slow` times are divided by `factor`. A ramp lies between them.
     """
 
     factor: float
@@ -52,7 +52,7 @@ class YarnScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Long wavelengths divided by `factor`, short ones kept, a ramp between."""
+    """Long wavelengths are divided by `factor`, short ones are kept; a ramp lies between."""
 
     factor: float
     low_frequency_factor: float
@@ -70,7 +70,7 @@ class Llama3Scaling:
         }
 
     def divisors(self, head_size: int, theta: float) -> list[float]:
-        """By what each of the head_size / 2 frequencies is divided."""
+        """The divisor of each of the head_size / 2 frequencies."""
         result = []
         for wavelength in _wavelengths(head_size, theta):
             turns = self.original_context_length / wavelength
@@ -118,7 +118,7 @@ def read_rope_scaling(file: GgufFile, head_size: int, theta: float) -> RopeScali
 
 
 def _read_yarn(file: GgufFile, factor: float) -> YarnScaling:
-    """Raises ConversionUnsupported for what Hugging Face's YaRN doesn't compute, or not alike."""
+    """Raises ConversionUnsupported for what Hugging Face's YaRN lacks or computes otherwise."""
     for key, neutral in _YARN_NEUTRAL.items():
         value = file.find_float(f"llama.rope.scaling.{key}")
         if value not in (None, neutral):
@@ -160,10 +160,10 @@ def _recover_llama3(
 
 
 def _llama3_candidates(divisors: list[float], head_size: int, theta: float) -> list[Llama3Scaling]:
-    """Published models' parameters first, then what the ramp's own slope says.
+    """Possible parameters: first those of published models, then those that the ramp's slope gives.
 
-    On the ramp the kept share is (context / wavelength - low) / (high - low): a line in
-    1 / wavelength. Only the ratios of context, low and high show in it, so low is taken as 1.
+    On the ramp the kept share is (context / wavelength - low) / (high - low), which is linear in
+    1 / wavelength. It depends only on the ratios of context, low and high, so low is taken as 1.
     """
     factor = float(f"{max(divisors):.6g}")
     candidates = [Llama3Scaling(factor, 1.0, 4.0, 8192)]

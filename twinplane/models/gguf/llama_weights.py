@@ -41,7 +41,7 @@ _NOT_WEIGHTS = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
 def half_split_order(row_count: int, head_count: int) -> npt.NDArray[np.int64]:
-    """The interleaved row each half-split row comes from: int64 [row_count].
+    """The source row of each output row, from interleaved to half-split order: int64 [row_count].
 
     Within a head of d rows, output row h * d/2 + i (half h) is source row 2 * i + h.
     """

@@ -1,4 +1,4 @@
-"""Writes a safetensors file as a stream, so that no more than a piece of a tensor is in memory.
+"""Writes a safetensors file as a stream: only one piece of a tensor is in memory at a time.
 
 Format: eight bytes of header length (little endian), a JSON header padded with spaces to a
 multiple of eight, then the tensors' bytes in header order
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorStream:
-    """A float32 tensor to be written: `pieces` together hold `shape`'s elements in order."""
+    """A float32 tensor to write. Its `pieces` together hold the elements of `shape` in order."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorStream:
 
 
 def write_safetensors(path: Path, tensors: Sequence[TensorStream], progress: Progress) -> None:
-    """Writes `tensors` as float32 and flushes them to the disk; advances `progress` by bytes."""
+    """Writes `tensors` as float32 and flushes them to the disk. Advances `progress` by bytes."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for tensor in tensors:

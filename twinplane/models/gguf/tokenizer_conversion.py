@@ -1,7 +1,8 @@
 """Builds tokenizer.json and tokenizer_config.json from a GGUF file's tokenizer metadata.
 
-Byte-level BPE (`gpt2`) is the same algorithm in both worlds; only how text is split beforehand
-hides behind a name. SentencePiece BPE (`llama`) is turned into ranked merges with byte fallback.
+Byte-level BPE (`gpt2`) is the same algorithm in llama.cpp and `tokenizers`; the file names only the
+way in which text is split beforehand. SentencePiece BPE (`llama`) becomes ranked merges with byte
+fallback.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 _SPACE = "▁"  # what SentencePiece writes for a space
 
-# How Llama 3 and Qwen 2 split text into words; they differ in how many digits stay together.
+# How Llama 3 and Qwen 2 split text into words. They differ in how many digits stay together.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -77,7 +78,7 @@ def _is_llama3(metadata: TokenizerMetadata) -> bool:
 
 
 def _pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizer:
-    """llama.cpp's name for a way to split text (llama-vocab.cpp), as a pre-tokenizer."""
+    """The pre-tokenizer for llama.cpp's name of a way to split text (llama-vocab.cpp)."""
     from tokenizers import Regex, pre_tokenizers
 
     def by_words(digits: str) -> PreTokenizer:
@@ -107,10 +108,10 @@ def _pre_tokenizer(metadata: TokenizerMetadata) -> PreTokenizer:
 
 
 def _sentence_piece(metadata: TokenizerMetadata) -> Tokenizer:
-    """As transformers converts Llama's tokenizer.model: merges by score, spaces as U+2581.
+    """The same as transformers makes of Llama's tokenizer.model: merges by score, spaces as U+2581.
 
-    A space is put before each stretch of text between added tokens, which is also what llama.cpp
-    does when `add_space_prefix` is set.
+    With `add_space_prefix` a space is put before each stretch of text between added tokens, as
+    llama.cpp does.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -147,10 +148,10 @@ def _sentence_piece(metadata: TokenizerMetadata) -> Tokenizer:
 
 
 def _merges_by_score(metadata: TokenizerMetadata) -> list[tuple[str, str]]:
-    """Every split of a piece into two pieces, best piece first.
+    """Every split of a piece into two pieces, those of the best piece first.
 
-    SentencePiece joins the neighbours whose joint piece scores highest; a merge's rank says the
-    same. The ways to split one piece keep the order of their parts' ids.
+    SentencePiece joins the neighbours whose joint piece scores highest; the rank of a merge has the
+    same effect. The ways to split one piece are in the order of their parts' ids.
     """
     pieces = {
         text: token
@@ -169,9 +170,9 @@ def _merges_by_score(metadata: TokenizerMetadata) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, metadata: TokenizerMetadata) -> None:
-    """Tokens that are matched in raw text: control tokens are special, user-defined ones are not.
+    """Adds the tokens that are matched in raw text. Control tokens are special, others are not.
 
-    Added in id order; each is in the vocabulary already and so keeps its id.
+    They are added in the order of their ids. Each is in the vocabulary already, so it keeps its id.
     """
     from tokenizers import AddedToken
 
@@ -189,8 +190,10 @@ def _add_tokens(tokenizer: Tokenizer, metadata: TokenizerMetadata) -> None:
 
 
 def _add_template(tokenizer: Tokenizer, metadata: TokenizerMetadata) -> None:
-    """The tokens put around every text. Without a word on it in the file, llama.cpp begins with
-    `bos` for SentencePiece and Llama 3."""
+    """Adds the tokens that are put around every text.
+
+    Where the file doesn't say, llama.cpp begins with `bos` for SentencePiece and Llama 3.
+    """
     from tokenizers import processors
 
     add_bos = metadata.add_bos
@@ -201,7 +204,7 @@ def _add_template(tokenizer: Tokenizer, metadata: TokenizerMetadata) -> None:
     if not before and not after:
         return
 
-    # As objects, not as a template string: a token's own text may hold spaces, colons or dollars.
+    # Lists, not a template string, because a token's own text may hold spaces, colons or dollars.
     named = {metadata.tokens[token]: token for token in (*before, *after)}
     begin = [metadata.tokens[token] for token in before]
     end = [metadata.tokens[token] for token in after]

@@ -46,7 +46,7 @@ class TokenizerMetadata:
 
 
 def read_tokenizer_metadata(file: GgufFile) -> TokenizerMetadata:
-    """Reads and checks. Raises ModelInvalid."""
+    """Reads and checks the metadata. Raises ModelInvalid."""
     source = str(file.path)
     tokens = file.find_list("tokenizer.ggml.tokens", str)
     if not tokens:
@@ -100,11 +100,11 @@ def _token(file: GgufFile, name: str, count: int) -> int | None:
 
 
 def _end_tokens(file: GgufFile, count: int) -> list[int]:
-    """End of text, of turn, of message: whichever there are, each once."""
+    """The file's tokens for the end of a text, of a turn and of a message, each once."""
     found = [_token(file, name, count) for name in ("eos", "eot", "eom")]
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def unsupported(metadata: TokenizerMetadata, what: str) -> ConversionUnsupported:
-    """The error that names what this tokenizer needs."""
+    """The error that names the feature which the conversion lacks."""
     return ConversionUnsupported(f"{metadata.source}: {what} can't be converted")

@@ -178,7 +178,7 @@ class Context:
         return [each for each in InstructionSet if self._library.twk_supports(each.value)]
 
     def close(self) -> None:
-        """Ends the threads and frees the scratch memory. Twice is once."""
+        """Ends the threads and frees the scratch memory. A second call does nothing."""
         if self._handle is not None:
             self._library.twk_close(self._handle)
             self._handle = None
