@@ -1,4 +1,4 @@
-"""One request's text: tokens in, text out, and the decision that a stop string is complete."""
+"""One request's text: takes tokens, gives text, and decides when a stop string is complete."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from control_plane.text.stop_strings import StopMatcher
 
 
 class TextAssembler:
-    """Detokenizes, searches stop strings, and gathers the text until it is drained.
+    """Detokenizes, searches for stop strings, and gathers the text until it is drained.
 
-    With a matcher every token is pushed by itself: the one that completes a stop string is the last
-    that counts.
+    With a matcher, tokens are detokenized one at a time, because the token that completes a stop
+    string is the last one that counts.
     """
 
     def __init__(self, detokenizer: Detokenizer, matcher: StopMatcher | None = None) -> None:
@@ -24,7 +24,7 @@ class TextAssembler:
         return None if self._matcher is None else self._matcher.matched
 
     def push(self, token_ids: list[int]) -> int | None:
-        """Adds tokens; says how many of them completed a stop string, None when none is."""
+        """Adds tokens. Returns how many of them it took to complete a stop string, or None."""
         if self._matcher is None:
             self._text.append(self._detokenizer.push(token_ids))
             return None
@@ -37,9 +37,10 @@ class TextAssembler:
         return None
 
     def finish(self) -> None:
-        """No token follows: what was held back belongs to the text, unless a stop string ended it.
+        """No token follows: what was held back joins the text, unless a stop string ended it.
 
-        Broken bytes at the very end are not searched: they read as U+FFFD only because of the end.
+        Incomplete characters at the very end are not searched. They become U+FFFD only because the
+        text ends there.
         """
         if self.stop_string is not None:
             return

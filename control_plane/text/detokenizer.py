@@ -1,7 +1,7 @@
-"""From tokens to text as they come, never emitting half a character.
+"""Turns tokens into text as they arrive, and never emits half a character.
 
-Whatever the grouping in which tokens are pushed, the texts joined equal the whole decoding of all
-tokens to the character, U+FFFD for broken bytes included.
+However the tokens are grouped when they are pushed, the joined texts equal the decoding of all
+tokens at once, to the character, including U+FFFD for broken bytes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ class Detokenizer(Protocol):
         ...
 
     def flush(self) -> str:
-        """What is still held when no token follows; incomplete characters become U+FFFD."""
+        """The text still held, when no token follows; incomplete characters become U+FFFD."""
         ...
 
 
 class ByteLevelDetokenizer:
-    """For byte-level vocabularies: each token is a few bytes of UTF-8 wherever it stands.
+    """For byte-level vocabularies: a token is the same few bytes of UTF-8 wherever it stands.
 
-    `piece` gives a token's bytes, none for tokens that are not shown. Python's decoder replaces
-    broken bytes as `tokenizers` does: one U+FFFD per maximal part of a character.
+    `piece` gives a token's bytes, and no bytes for tokens that are not shown. Python's decoder
+    replaces broken bytes as `tokenizers` does: one U+FFFD per maximal part of a character.
     """
 
     def __init__(self, piece: Callable[[int], bytes]) -> None:
@@ -42,16 +42,16 @@ class ByteLevelDetokenizer:
 
 
 class WindowDetokenizer:
-    """For all others: what a token reads as depends on the one before (spaces, byte runs).
+    """For all other vocabularies: a token's text depends on the token before (spaces, byte runs).
 
     A window of tokens is decoded with and without the new ones; the difference is the new text. The
-    window begins with the last tokens that gave text, so its start is decoded like the middle it
-    is. A run of byte tokens stays back until it ends: whole decoding judges a run as one, so until
-    then nothing in it is certain. (The window is the idea of "prefix and read offset" in
-    text-generation-inference's decode_token.)
+    window begins with the last tokens that gave text, so the new tokens are not decoded as if they
+    began the text. A run of byte tokens is held back until it ends, because decoding judges a run
+    as one: until then none of its text is certain. (The window is the idea of "prefix and read
+    offset" in text-generation-inference's decode_token.)
 
-    `decode` is the vocabulary's decoding, `is_visible` tells which tokens it shows, `is_byte` which
-    stand for single bytes.
+    `decode` is the vocabulary's decoding. `is_visible` tells which tokens it shows, and `is_byte`
+    which tokens stand for single bytes.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class WindowDetokenizer:
         self._is_byte = is_byte
         self._window: list[int] = []
         self._read = 0
-        """Tokens at the start of the window whose text is out."""
+        """Number of tokens at the start of the window whose text was emitted."""
         self._settled = 0
-        """Tokens at the start of the window that no later token can change."""
+        """Number of tokens at the start of the window that no later token can change."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         for token_id in filter(self._is_visible, token_ids):

@@ -1,7 +1,8 @@
 """Finds the first of several stop strings in a text that arrives in pieces.
 
-An Aho-Corasick automaton (Aho and Corasick 1975): its state's depth is the length of the longest
-suffix of the text that could still become a stop string, which is just what must be held back.
+The search is an Aho-Corasick automaton (Aho and Corasick 1975). The depth of its state is the
+length of the longest suffix of the text that could still become a stop string, and exactly that
+suffix must be held back.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ class StopStrings:
         self._next: list[dict[str, int]] = [{}]
         self._fallback = [0]
         self.depth = [0]
-        """Characters of a state: how much of a stop string the text ends with."""
+        """Per state: how many characters of a stop string the text ends with."""
         self.match: list[str | None] = [None]
-        """The longest stop string that ends at a state."""
+        """Per state: the longest stop string that ends there."""
         for string in strings:
             self._add(string)
         self._link()
@@ -62,7 +63,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """One text's search. The stop string that is complete first wins; of those, the longest."""
+    """The search in one text. The stop string that completes first wins, then the longest."""
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings
@@ -71,7 +72,7 @@ class StopMatcher:
         self.matched: str | None = None
 
     def push(self, text: str) -> str:
-        """The text that is certain to be output. Ends before the stop string once `matched`."""
+        """The text that is now certain. It ends before the stop string when one has `matched`."""
         assert self.matched is None, "pushed after the match"
         held_count = len(self._held)
         text = self._held + text
@@ -87,7 +88,7 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """What was held back, when no text follows."""
+        """The text that was held back, when no text follows."""
         held, self._held = self._held, ""
         self._state = 0
         return held
