@@ -26,6 +26,7 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
+from control_plane.text.template_pool import TemplatePool
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
@@ -47,7 +48,7 @@ def run(config: ControlConfig) -> int:
     configure(config.log_level, LogFormat(config.log_format))
     try:
         folder = resolve(config.model)
-        text_model = load_text_model(folder, now=datetime.now, clock=time.monotonic)
+        text_model = load_text_model(folder)
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
@@ -78,8 +79,9 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             telemetry=telemetry,
             on_readiness=readiness.set_serving,
         )
-        text = TextProcessor(text_model, TextLimits(thread_count=config.tokenizer_threads))
+        text = _text_processor(config, text_model)
         stack.callback(text.close)
+        text.prepare_chat()
         servicer = InferenceServicer(
             driver,
             text,
@@ -145,6 +147,14 @@ async def _start_metrics(
         raise CannotListen(f"can't serve metrics on {where}: {error.strerror}") from error
     stack.push_async_callback(server.close)
     return port
+
+
+def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
+    limits = TextLimits(thread_count=config.tokenizer_threads)
+    renderer = None
+    if model.template is not None:
+        renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
+    return TextProcessor(model, limits, renderer)
 
 
 def _driver_settings(config: ControlConfig, model_name: str) -> DriverSettings:

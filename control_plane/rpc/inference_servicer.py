@@ -129,7 +129,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         check_list_models(request)
         model = self._engine.served_model()
-        models = [] if model is None else [self._served_model(model)]
+        models = [] if model is None else [await self._served_model(model)]
         return inference_pb2.ListModelsResponse(models=models)
 
     async def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Sequence[int]:
@@ -194,13 +194,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 await context.write(inference_pb2.GenerateResponse(finished=finished))
                 return
 
-    def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:
+    async def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:
         version = model.weight_version
         return inference_pb2.ServedModel(
             name=model.name,
             max_sequence_token_count=model.max_sequence_token_count,
             vocabulary_size=model.vocabulary_size,
-            supports_chat=self._text.supports_chat,
+            supports_chat=await self._text.supports_chat(),
             weight_version=types_pb2.WeightVersion(
                 generation=version.generation, digest=version.digest
             ),

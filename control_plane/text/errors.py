@@ -1,10 +1,10 @@
 """What the text layer refuses. The tree:
 
 TextError
-├── ModelFilesInvalid   the model's folder lacks or garbles what text work needs: at start only
-├── TextTooLong         a text is longer than will be looked at: quotes the limit
+├── ModelFilesInvalid   a file that text work needs is missing or unusable: at start only
+├── TextTooLong         a text is longer than the limit, which the message quotes
 ├── TemplateFailed      the chat template refused the messages, broke, or cost too much
-├── NoChatTemplate      the model has none
+├── NoChatTemplate      the model has none that can be used
 └── TextBusy            too much text work waits: try again after `retry_after` seconds
 
 Messages never hold what a client sent.
@@ -35,7 +35,7 @@ class TemplateFailed(TextError):
 
 
 class NoChatTemplate(TextError):
-    """The model has no chat template."""
+    """The model has no chat template, or one that does not compile; the message says which."""
 
 
 class TextBusy(TextError):

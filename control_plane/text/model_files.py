@@ -1,15 +1,14 @@
 """Reads what text work needs from a model's folder, in Hugging Face's layout.
 
-tokenizer.json is required; tokenizer_config.json, chat_template.jinja, generation_config.json and
-config.json are read where they are there.
+tokenizer.json is required. tokenizer_config.json, chat_template.jinja, generation_config.json and
+config.json are read when they exist.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +21,22 @@ from control_plane.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """All of a model that text work needs. `template` is None for models without chat."""
+    """Everything of a model that text work needs. `template` is None for models without chat.
+
+    The template is not compiled yet: one that does not compile costs chat, not the model.
+    """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     end_of_sequence_ids: frozenset[int]
 
 
-def load_text_model(
-    folder: Path, *, now: Callable[[], datetime], clock: Callable[[], float]
-) -> TextModel:
-    """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid.
-
-    `now` gives templates the local date, `clock` the monotonic seconds that bound rendering.
-    """
+def load_text_model(folder: Path) -> TextModel:
+    """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid."""
     tokenizer = _load_tokenizer(folder / "tokenizer.json")
     tokenizer_config = _load_json(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(tokenizer_config)
-    source = _template_source(folder / "chat_template.jinja", tokenizer_config)
-    template = None
-    if source is not None:
-        template = ChatTemplate(source, special_tokens, now=now, clock=clock)
+    template = _template(folder / "chat_template.jinja", tokenizer_config, special_tokens)
     return TextModel(tokenizer, template, _end_of_sequence_ids(folder, tokenizer, special_tokens))
 
 
@@ -51,7 +45,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
         raise ModelFilesInvalid(f"{path} is missing")
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises bare Exception for whatever is wrong
+    except Exception as error:  # `tokenizers` raises a bare Exception for every fault
         raise ModelFilesInvalid(f"{path} can't be read: {error}") from error
     return Tokenizer(backend)
 
@@ -69,7 +63,7 @@ def _load_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on: written as a string, or as an object with its content."""
+    """bos_token, eos_token and so on, each written as a string or as an object with `content`."""
     tokens = {}
     for name, value in tokenizer_config.items():
         if not name.endswith("_token"):
@@ -81,12 +75,22 @@ def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template_source(path: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
+def _template(
+    path: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
+) -> ChatTemplate | None:
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            source = path.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise ModelFilesInvalid(f"{path} is not UTF-8") from error
+        return ChatTemplate(source, special_tokens, path.name)
+    configured = _configured_template(tokenizer_config)
+    if configured is None:
+        return None
+    return ChatTemplate(configured, special_tokens, "tokenizer_config.json")
+
+
+def _configured_template(tokenizer_config: Mapping[str, Any]) -> str | None:
     match tokenizer_config.get("chat_template"):
         case None:
             return None
@@ -102,7 +106,7 @@ def _template_source(path: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 def _end_of_sequence_ids(
     folder: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str]
 ) -> frozenset[int]:
-    """The first that says: generation_config.json, config.json, the tokenizer's eos_token."""
+    """From the first that names any: generation_config.json, config.json, or eos_token."""
     for name in ("generation_config.json", "config.json"):
         match _load_json(folder / name).get("eos_token_id"):
             case None:

@@ -1,7 +1,8 @@
 """Text work beside the event loop: tokenizing and chat templates on a few threads.
 
-The libraries release the interpreter lock, so the loop goes on meanwhile. What waits is bounded,
-and so is what each piece of work may cost.
+The tokenizer's library releases the interpreter lock, and chat templates render in processes of
+their own, so the loop goes on meanwhile. The amount of work that waits is bounded, and so is what
+each piece of work may cost.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from control_plane.text.assembler import TextAssembler
-from control_plane.text.chat_template import ChatMessage, RenderLimits
+from control_plane.text.chat_template import ChatMessage
 from control_plane.text.errors import NoChatTemplate, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
 from control_plane.text.stop_strings import StopMatcher, StopStrings
+from control_plane.text.template_process import RenderLimits
 
 _Result = TypeVar("_Result")
 
@@ -26,32 +28,69 @@ _Result = TypeVar("_Result")
 class TextLimits:
     """Bounds of text work.
 
-    `max_characters`: of one text or chat. `max_pending`: pieces of work that run or wait.
-    `inline_characters`: texts up to this are tokenized on the loop, which takes less than handing
-    them over. `render_seconds`: of one chat template.
+    `max_characters`: of one text or chat, also when rendered. `max_pending`: pieces of work that
+    run or wait. `inline_characters`: texts up to this length are tokenized on the loop, because
+    handing them to a thread takes longer. `render_cpu_seconds`: processor time of one rendering,
+    which does not pass while the machine is busy elsewhere. `render_memory_bytes`: address space of
+    one render process, of which there are up to `thread_count`.
     """
 
     max_characters: int = 1 << 20
     max_pending: int = 256
     thread_count: int = 2
     inline_characters: int = 256
-    render_seconds: float = 1.0
+    render_cpu_seconds: float = 1.0
+    render_memory_bytes: int = 512 << 20
     retry_after: float = 1.0
+
+    @property
+    def rendering(self) -> RenderLimits:
+        """Those of one chat template's rendering."""
+        return RenderLimits(self.max_characters, self.render_cpu_seconds, self.render_memory_bytes)
+
+
+class ChatRenderer(Protocol):
+    """Renders conversations by a model's template. Called by several threads at once."""
+
+    def usable(self) -> bool:
+        """Whether the template compiles; may block."""
+        ...
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        """The prompt; blocks. Raises NoChatTemplate, TemplateFailed."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs. Idempotent."""
+        ...
 
 
 class TextProcessor:
-    """The text side of one served model. Owns its threads: `close` when done."""
+    """The text side of one served model. Owns its threads and `renderer`: `close` when done.
 
-    def __init__(self, model: TextModel, limits: TextLimits) -> None:
+    `renderer` is None for models without chat.
+    """
+
+    def __init__(self, model: TextModel, limits: TextLimits, renderer: ChatRenderer | None) -> None:
         self._model = model
         self._limits = limits
+        self._renderer = renderer
+        self._usable: Future[bool] | None = None
         self._slots = threading.BoundedSemaphore(limits.max_pending)
         self._executor = ThreadPoolExecutor(limits.thread_count, thread_name_prefix="text")
 
-    @property
-    def supports_chat(self) -> bool:
-        """Whether the model has a chat template."""
-        return self._model.template is not None
+    def prepare_chat(self) -> None:
+        """Compiles the chat template in the background, so that the first chat need not wait."""
+        if self._renderer is not None and self._usable is None:
+            self._usable = self._executor.submit(self._renderer.usable)
+
+    async def supports_chat(self) -> bool:
+        """Whether the model has a chat template that compiles."""
+        self.prepare_chat()
+        if self._usable is None:
+            return False
+        # Shielded: a caller that leaves must not cancel what others wait for.
+        return await asyncio.shield(asyncio.wrap_future(self._usable))
 
     @property
     def end_of_sequence_ids(self) -> frozenset[int]:
@@ -71,15 +110,14 @@ class TextProcessor:
 
         Raises NoChatTemplate, TemplateFailed, TextTooLong, TextBusy.
         """
-        template = self._model.template
-        if template is None:
+        renderer = self._renderer
+        if renderer is None:
             raise NoChatTemplate("the model has no chat template")
         self._check_length(sum(len(turn.role) + len(turn.content) for turn in messages))
-        limits = RenderLimits(self._limits.max_characters, self._limits.render_seconds)
 
         def work() -> list[int]:
             # The template writes the special tokens itself.
-            rendered = template.render(messages, limits)
+            rendered = renderer.render(messages)
             return self._model.tokenizer.encode(rendered, add_special_tokens=False)
 
         return await self._submit(work)
@@ -94,13 +132,16 @@ class TextProcessor:
         )
 
     def assembler(self, stop_strings: Sequence[str]) -> TextAssembler:
-        """A new request's way from tokens to text."""
+        """What turns a new request's tokens into text."""
         matcher = StopMatcher(StopStrings(stop_strings)) if stop_strings else None
         return TextAssembler(self._model.tokenizer.detokenizer(), matcher)
 
     def close(self) -> None:
-        """Drops what waits and lets what runs end, which takes a second at most. Idempotent."""
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """Drops what waits, ends renderings, and lets tokenizing end. Idempotent."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        if self._renderer is not None:
+            self._renderer.close()
+        self._executor.shutdown(wait=True)
 
     def _check_length(self, length: int) -> None:
         if length > self._limits.max_characters:
@@ -110,7 +151,7 @@ class TextProcessor:
         if not self._slots.acquire(blocking=False):
             raise TextBusy(self._limits.retry_after)
         future = self._executor.submit(work)
-        # Not when the caller leaves: work that began goes on, and keeps its slot while it does.
+        # Not when the caller leaves: work that has begun goes on, and keeps its slot meanwhile.
         future.add_done_callback(self._release)
         return await asyncio.wrap_future(future)
 

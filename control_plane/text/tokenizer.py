@@ -1,4 +1,4 @@
-"""A model's tokenizer: its own tokenizer.json, run by `tokenizers`. Thread-safe, never mutated."""
+"""A model's tokenizer: its tokenizer.json, run by `tokenizers`. Thread-safe, and never mutated."""
 
 from __future__ import annotations
 
@@ -40,27 +40,22 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self._byte_tokens: dict[int, bool] = {}
 
-    @property
-    def size(self) -> int:
-        """Number of token ids it knows, added tokens included."""
-        return self._backend.get_vocab_size(with_added_tokens=True)
-
     def id_of(self, token: str) -> int | None:
         """The id of a token written as in the vocabulary."""
         return self._backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids. Special tokens written out in the text become themselves."""
-        # The batch form releases the interpreter lock, and skips offsets nobody asks for.
+        """Token ids. A special token's name in the text becomes that token."""
+        # The batch form releases the interpreter lock, and does not compute offsets.
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens; unknown ids are left out, incomplete characters become U+FFFD."""
+        """The text of tokens. Unknown ids are left out; incomplete characters become U+FFFD."""
         return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder; its text is `decode` with skip_special_tokens."""
+        """A new incremental decoder. Its text equals `decode` with skip_special_tokens."""
         if "ByteLevel" in self._kinds:
             return ByteLevelDetokenizer(self._piece)
         return WindowDetokenizer(self._decode_window, self._is_visible, self._is_byte)
@@ -78,7 +73,7 @@ class Tokenizer:
         try:
             return bytes([self._bytes_of_characters[character] for character in token])
         except KeyError:
-            # An added token that is written in plain text.
+            # An added token, which the vocabulary holds as plain text.
             return token.encode()
 
     @cached_property
@@ -116,7 +111,7 @@ def byte_level_alphabet() -> dict[str, int]:
 def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
     if backend.decoder is None:
         return frozenset()
-    # The decoder's own JSON: the part of tokenizer.json that describes it.
+    # The part of tokenizer.json that describes the decoder, as JSON.
     description: dict[str, Any] = json.loads(backend.decoder.__getstate__())
     members = description.get("decoders", [description])
     return frozenset(member["type"] for member in members)

@@ -19,10 +19,9 @@ from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.shell.engine import ServedModel
 from control_plane.shell.stream import TokenStream
-from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_files import TextModel
-from control_plane.text.processor import TextLimits, TextProcessor
-from tests.support.gate import Gate
+from control_plane.text.processor import ChatRenderer, TextLimits, TextProcessor
+from control_plane.text.template_pool import TemplatePool
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage
@@ -114,7 +113,10 @@ class Edge:
 
 
 @asynccontextmanager
-async def running_edge(text_model: TextModel, limits: TextLimits) -> AsyncIterator[Edge]:
+async def running_edge(
+    text_model: TextModel, limits: TextLimits, renderer: ChatRenderer | None = None
+) -> AsyncIterator[Edge]:
+    """`renderer` stands in for the processes that render the model's chat template."""
     engine = FakeEngine()
     calls: list[tuple[str, str]] = []
     counted = asyncio.Event()
@@ -124,7 +126,9 @@ async def running_edge(text_model: TextModel, limits: TextLimits) -> AsyncIterat
         counted.set()
 
     names = iter(range(1, 1_000_000))
-    text = TextProcessor(text_model, limits)
+    if renderer is None and text_model.template is not None:
+        renderer = TemplatePool(text_model.template, limits.rendering, now=datetime.now)
+    text = TextProcessor(text_model, limits, renderer)
     servicer = InferenceServicer(
         engine,
         text,
@@ -225,12 +229,6 @@ async def refusal_of(
 def ids(text: str, edge: Edge) -> list[int]:
     """The tokens of a text as the edge's model has them."""
     return edge.text_model.tokenizer.encode(text, add_special_tokens=True)
-
-
-def gated(tiny_text: TextModel, gate: Gate) -> TextModel:
-    """A model whose chat template waits at a gate."""
-    template = ChatTemplate("{{ messages[0].content }}", {}, now=datetime.now, clock=gate)
-    return TextModel(tiny_text.tokenizer, template, tiny_text.end_of_sequence_ids)
 
 
 HI = Chat(messages=[ChatMessage(role="user", content="hi")])

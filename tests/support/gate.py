@@ -1,27 +1,39 @@
-"""A clock that stands still until a test lets it go: decides how long text work takes."""
+"""Text work that takes as long as a test decides."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
+
+from control_plane.text.chat_template import ChatMessage
 
 
 class Gate:
-    """Chat templates ask their clock at every operation, and wait here."""
+    """A chat renderer that waits until the test opens it, and then gives the contents as they are.
+
+    Stands in for the processes that render templates.
+    """
 
     def __init__(self) -> None:
         self._entered = threading.Semaphore(0)
         self._open = threading.Event()
 
-    def __call__(self) -> float:
+    def usable(self) -> bool:
+        return True
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
         self._entered.release()
         assert self._open.wait(60)
-        return 0.0
+        return "".join(turn.content for turn in messages)
+
+    def close(self) -> None:
+        self.open()
 
     def open(self) -> None:
         """Nobody waits any more."""
         self._open.set()
 
     async def wait_entered(self) -> None:
-        """Until a template has begun to render."""
+        """Until a chat has begun to render."""
         assert await asyncio.to_thread(self._entered.acquire, timeout=60)

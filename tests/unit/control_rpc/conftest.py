@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from tests.support.edge_rig import Edge, running_edge
 
 @pytest.fixture(scope="session")
 def tiny_text(tiny_model: Path) -> TextModel:
-    return load_text_model(tiny_model, now=datetime.now, clock=lambda: 0.0)
+    return load_text_model(tiny_model)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ async def serving(
         on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
     )
     names = itertools.count()
-    text = TextProcessor(text_model, TextLimits())
+    text = TextProcessor(text_model, TextLimits(), None)
     servicer = InferenceServicer(
         driver,
         text,

@@ -10,12 +10,12 @@ import pytest
 
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import SamplingParams, StopConditions
+from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (
     HI,
     Edge,
-    gated,
     generate_request,
     ids,
     refusal_of,
@@ -263,7 +263,7 @@ async def test_a_client_that_leaves_while_its_text_is_worked_on_submits_nothing(
     tiny_text: TextModel,
 ) -> None:
     gate = Gate()
-    async with running_edge(gated(tiny_text, gate), TextLimits(thread_count=1)) as edge:
+    async with running_edge(tiny_text, TextLimits(thread_count=1), gate) as edge:
         call = edge.stub.Generate(generate_request(chat=HI))
         await gate.wait_entered()
         call.cancel()
@@ -321,3 +321,16 @@ async def test_a_model_without_a_template(tiny_text: TextModel) -> None:
         answer = await refusal_of(edge.stub, generate_request(chat=chat))
         assert answer.code is grpc.StatusCode.INVALID_ARGUMENT
         assert answer.fields == ["chat"]
+
+
+async def test_a_template_that_does_not_compile_costs_chat_alone(tiny_text: TextModel) -> None:
+    template = ChatTemplate("{% if %}", {}, "chat_template.jinja")
+    model = TextModel(tiny_text.tokenizer, template, tiny_text.end_of_sequence_ids)
+    async with running_edge(model, TextLimits()) as edge:
+        [served] = (await edge.stub.ListModels(ListModelsRequest())).models
+        assert not served.supports_chat
+        answer = await refusal_of(edge.stub, generate_request(chat=HI))
+        assert answer.code is grpc.StatusCode.INVALID_ARGUMENT
+        assert answer.info.reason == "NO_CHAT_TEMPLATE"
+        assert "chat_template.jinja" in answer.message
+        assert (await edge.stub.Tokenize(TokenizeRequest(text="a"))).token_ids

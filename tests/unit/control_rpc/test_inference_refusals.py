@@ -20,7 +20,6 @@ from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (
     HI,
     Edge,
-    gated,
     generate_request,
     ids,
     refusal_of,
@@ -151,7 +150,7 @@ async def test_bugs_of_ours_tell_the_client_an_id_and_the_log_no_prompt(
 async def test_busy_text_work(tiny_text: TextModel) -> None:
     gate = Gate()
     limits = TextLimits(thread_count=1, max_pending=1)
-    async with running_edge(gated(tiny_text, gate), limits) as edge:
+    async with running_edge(tiny_text, limits, gate) as edge:
         call = edge.stub.Generate(generate_request(chat=HI))
         await gate.wait_entered()
         answer = await refusal_of(edge.stub, generate_request(chat=HI))

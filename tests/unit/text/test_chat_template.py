@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime
 
 import pytest
 
-from control_plane.text.chat_template import ChatMessage, ChatTemplate, RenderLimits
-from control_plane.text.errors import ModelFilesInvalid, TemplateFailed
+from control_plane.text.chat_template import ChatMessage, ChatTemplate
+from control_plane.text.errors import NoChatTemplate, TemplateFailed
+from control_plane.text.template_pool import TemplatePool
+from control_plane.text.template_process import RenderLimits
 
-LIMITS = RenderLimits(max_characters=100_000, seconds=5.0)
+LIMITS = RenderLimits(max_characters=100_000, cpu_seconds=5.0, memory_bytes=512 << 20)
+SMALL = RenderLimits(max_characters=100_000, cpu_seconds=0.2, memory_bytes=256 << 20)
+SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 MESSAGES = (
     ChatMessage("system", "Be brief."),
     ChatMessage("user", " Hi <b>&'\" "),
@@ -20,17 +24,21 @@ MESSAGES = (
 )
 
 
-def template(source: str) -> ChatTemplate:
-    return ChatTemplate(
-        source,
-        {"bos_token": "<s>", "eos_token": "</s>"},
-        now=lambda: datetime(2031, 5, 4, tzinfo=UTC),
-        clock=time.monotonic,
-    )
+@pytest.fixture
+def template() -> Iterator[Callable[..., TemplatePool]]:
+    """Makes a renderer of a template's source; its processes end with the test."""
+    with ExitStack() as stack:
 
+        def make(source: str, limits: RenderLimits = LIMITS) -> TemplatePool:
+            pool = TemplatePool(
+                ChatTemplate(source, SPECIAL_TOKENS, "chat_template.jinja"),
+                limits,
+                now=lambda: datetime(2031, 5, 4, tzinfo=UTC),
+            )
+            stack.callback(pool.close)
+            return pool
 
-def render(source: str, limits: RenderLimits = LIMITS) -> str:
-    return template(source).render(MESSAGES, limits)
+        yield make
 
 
 CHATML = (
@@ -41,8 +49,8 @@ CHATML = (
 )
 
 
-def test_chatml() -> None:
-    assert render(CHATML) == (
+def test_chatml(template: Callable[..., TemplatePool]) -> None:
+    assert template(CHATML).render(MESSAGES) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\n Hi <b>&'\" <|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n"
@@ -88,11 +96,51 @@ def test_chatml() -> None:
         ("{{ 'a\nb' | indent(2) }}{{ 2.345 | round(1) }}{{ -3 | abs }}", "a\n  b2.33"),
         ("{{ messages[0] is mapping }}{{ messages[0].content is string }}", "TrueTrue"),
         ("{% for m in messages recursive %}{{ loop.index }}{% endfor %}", "1234"),
+        (
+            "{{ ('a',) * 3 }}{{ '%s-%d' % ('a', 2) }}{{ '{}{:>3}'.format(1, 2) }}",
+            "('a', 'a', 'a')a-21  2",
+        ),
+        ("{{ [3, 4] | sum }}{{ '%05d' | format(7) }}{{ 'a' | center(3) }}|", "700007 a |"),
+        ("{% for g in [1, 2, 3] | batch(2) %}{{ g }}{% endfor %}", "[1, 2][3]"),
+        (
+            "{% for g in messages | groupby('role') %}{{ g.grouper }}{{ g.list | length }}"
+            "{% endfor %}",
+            "assistant1system1user2",
+        ),
+        ("{% set c = cycler('a', 'b') %}{{ c.next() }}{{ c.next() }}{{ c.current }}", "aba"),
+        (
+            "{% set j = joiner('+') %}{% for m in messages %}{{ j() }}{{ loop.index }}{% endfor %}",
+            "1+2+3+4",
+        ),
+        (
+            "{% for m in messages %}{{ loop.changed(m.role == 'user') }} {% endfor %}",
+            "True True True True ",
+        ),
+        ("{{ messages[0].content.replace('e', '3') }}{{ '7'.zfill(3) }}", "B3 bri3f.007"),
+        ("{{ ['a', 'b'].index('b') }}{{ 'é'.encode('utf-16-le') }}", "1b'\\xe9\\x00'"),
+        (
+            "{{ 'a b c' | wordwrap(3) }}{{ '<a>b</a>' | striptags }}{{ 'a b' | urlencode }}",
+            "a b\ncba%20b",
+        ),
+        ("{{ {'a': 1} | pprint }}{{ 'ab' | attr('upper') is callable }}", "{'a': 1}True"),
+        ("{{ dict(a=1) | tojson }}{{ dict.fromkeys(['a'], 2) }}", "{\"a\": 1}{'a': 2}"),
+        (
+            "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+            "21",
+        ),
+        ("{{ '\\u65e5\\N{BULLET}' }}", "日•"),
+        (
+            "{{ [1, 2] | tojson(separators=(',', ':')) }}"
+            "{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}",
+            '[1,2]{"a": 2, "b": 1}',
+        ),
         ("  {% if true %}\n  x\n  {% endif %}\n", "  x\n"),
     ],
 )
-def test_what_templates_use(source: str, expected: str) -> None:
-    assert render(source) == expected
+def test_what_templates_use(
+    template: Callable[..., TemplatePool], source: str, expected: str
+) -> None:
+    assert template(source).render(MESSAGES) == expected
 
 
 HOSTILE = {
@@ -123,17 +171,14 @@ HOSTILE = {
         "{% endfor %}{{ ns.x is eq(ns.y) }}",
     "hashing": "{% set ns = namespace(x=('a',)) %}{% for i in range(60) %}"
         "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x] }}",
-    "tuple repetition": "{{ ('a',) * 1000 }}",
     "big numbers": "{% set ns = namespace(x=10) %}{% for i in range(100) %}"
         "{% set ns.x = ns.x * ns.x %}{% endfor %}",
     "power": "{{ 10 ** 10000 }}",
-    "numbers out of texts": "{{ ('f' * 100000) | int(0, 16) is odd }}",
     "rounding": "{{ 5 | round(-10 ** 9) }}",
     "rounding up": "{{ 5 | round(10 ** 9, 'ceil') }}",
-    "indenting backwards": "{{ 'a' | indent(-10 ** 6) }}",
     "slices": "{% set x = range(100000) | list %}{% for i in range(100000) %}"
         "{% set y = x[1:] %}{% endfor %}",
-    "a block's buffer": "{% set x %}{% for i in range(100000) %}" + "a" * 1000
+    "a block's buffer": "{% set x %}{% for i in range(100000) %}" + "a" * 10000
         + "{% endfor %}{% endset %}{{ x | length }}",
     "replace by method": "{{ ('a' * 1000).replace('', 'b' * 100000) }}",
     "replace by filter": "{{ ('a' * 1000) | replace('', 'b' * 100000) }}",
@@ -148,7 +193,6 @@ HOSTILE = {
     "formatting by method": "{{ '{:1000000000d}'.format(1) }}",
     "formatting by getitem": "{{ '{:1000000000d}'['format'](1) }}",
     "bytes": "{{ (1).to_bytes(10 ** 9, 'big') }}",
-    "date formats": "{{ strftime_now('%Y' * 100) }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "branching recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
         "{% endmacro %}{{ f(60) }}",
@@ -157,41 +201,58 @@ HOSTILE = {
     "other files": "{% include '/etc/passwd' %}",
     "lorem ipsum": "{{ lipsum(1000000) }}",
     "undefined names": "{{ nothing.at_all }}",
+    "formatting by filter": "{{ '%1000000000d' | format(1) }}",
+    "padding": "{{ 'a' | center(10 ** 10) }}{{ '1'.zfill(10 ** 10) }}",
+    "batches": "{{ [1] | batch(10 ** 10, 0) | list | length }}",
+    "sums": "{{ ([[1] * 10000] * 100000) | sum(start=[]) | length }}",
+    "wrapping": "{{ ('a' * 10 ** 7) | wordwrap(1) | length }}",
+    "a hash of shared tuples": "{% set ns = namespace(x=('a',)) %}{% for i in range(60) %}"
+        "{% set ns.x = ns.x + (ns.x,) %}{% endfor %}{{ {}[ns.x] }}",
+    "deep nesting": "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}"
+        "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
+    "insides by filter": "{{ ('' | attr('__class__')).mro() }}",
+    "insides by map": "{{ [''] | map(attribute='__class__') | map(attribute='x.y') | list }}",
+    "insides by format": "{{ '{0.__class__.__mro__}'.format('') }}",
+    "insides of functions": "{{ raise_exception.__globals__.x }}",
+    "insides of lipsum": "{{ lipsum.__globals__['os'].getcwd() }}",
+    "insides of the template": "{{ self._TemplateReference__context.environment }}",
+    "insides of cycler": "{{ cycler.__init__.__globals__.x }}",
+    "private names of a namespace": "{{ namespace(__class__=1) }}",
+    "set private names": "{% set ns = namespace() %}{% set ns._x = 1 %}",
+    "Python's modules": "{% import 'os' as os %}{{ os.getcwd() }}",
+    "changing globals": "{{ dict.update({}) }}",
+    "changing a list": "{% set x = [1] %}{{ x.append(2) }}",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_templates_fail_without_hanging(source: str) -> None:
-    limits = RenderLimits(max_characters=100_000, seconds=0.3)
-    with pytest.raises(TemplateFailed):
-        render(source, limits)
+def test_hostile_templates_fail_without_hanging(
+    template: Callable[..., TemplatePool], source: str
+) -> None:
+    # Jinja computes constants when it compiles, so some fail there.
+    with pytest.raises((TemplateFailed, NoChatTemplate)):
+        template(source, SMALL).render(MESSAGES)
 
 
-def test_time_is_bounded_by_the_clock() -> None:
-    now = [0.0]
-
-    def clock() -> float:
-        now[0] += 1.0
-        return now[0]
-
-    slow = ChatTemplate("{% for i in range(100) %}{% endfor %}", {}, now=datetime.now, clock=clock)
-    with pytest.raises(TemplateFailed, match="longer"):
-        slow.render(MESSAGES, RenderLimits(1000, seconds=50.0))
-    slow.render(MESSAGES, RenderLimits(1000, seconds=1000.0))
-
-
-def test_a_long_honest_conversation_fits() -> None:
+def test_a_long_honest_conversation_fits(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage("user", "word " * 200), ChatMessage("assistant", "so " * 300)] * 200
-    limits = RenderLimits(max_characters=1 << 20, seconds=60.0)
-    rendered = template(CHATML).render(turns, limits)
+    limits = RenderLimits(max_characters=1 << 20, cpu_seconds=1.0, memory_bytes=512 << 20)
+    rendered = template(CHATML, limits).render(turns)
     assert rendered.count("<|im_start|>") == 401
 
 
-def test_a_refusal_is_passed_on_and_cut() -> None:
+def test_many_small_messages_arrive_in_order(template: Callable[..., TemplatePool]) -> None:
+    turns = [ChatMessage(str(index), "x") for index in range(5000)]
+    source = "{% for m in messages %}{{ m.role }},{% endfor %}"
+    assert template(source).render(turns) == "".join(f"{index}," for index in range(5000))
+    assert template(source).render([]) == ""
+
+
+def test_a_refusal_is_passed_on_and_cut(template: Callable[..., TemplatePool]) -> None:
     with pytest.raises(TemplateFailed, match="roles must alternate"):
-        render("{{ raise_exception('roles must alternate') }}")
+        template("{{ raise_exception('roles must alternate') }}").render(MESSAGES)
     with pytest.raises(TemplateFailed) as caught:
-        render("{{ raise_exception('x' * 10000) }}")
+        template("{{ raise_exception('x' * 10000) }}").render(MESSAGES)
     assert len(str(caught.value)) < 400
 
 
@@ -201,36 +262,37 @@ def test_a_refusal_is_passed_on_and_cut() -> None:
         "{{ messages[0].content + 1 }}",
         "{{ {messages: 1} }}",
         "{{ messages[0].content | int(1) / 0 }}",
+        "{{ messages[0].content ~ '\\ud800' }}",
     ],
 )
-def test_errors_do_not_quote_the_messages(source: str) -> None:
-    with pytest.raises(TemplateFailed) as caught:
-        render(source)
+def test_errors_do_not_quote_the_messages(
+    template: Callable[..., TemplatePool], source: str
+) -> None:
+    with pytest.raises(TemplateFailed, match="fails on the messages") as caught:
+        template(source).render(MESSAGES)
     assert "brief" not in str(caught.value)
     assert caught.value.__cause__ is None
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ 'a' | center(3) }}", "{{ a", "x" * (1 << 21)])
-def test_what_does_not_compile_is_found_at_start(source: str) -> None:
-    with pytest.raises(ModelFilesInvalid):
-        template(source)
+@pytest.mark.parametrize(
+    "source", ["{% if %}", "{{ 'a' | no_filter }}", "{{ a", "{% break %}", "x" * (1 << 21)]
+)
+def test_what_does_not_compile_costs_chat_and_says_where(
+    template: Callable[..., TemplatePool], source: str
+) -> None:
+    pool = template(source)
+    assert not pool.usable()
+    for _ in range(2):
+        with pytest.raises(NoChatTemplate, match=r"chat_template\.jinja"):
+            pool.render(MESSAGES)
 
 
-def test_compiling_computes_nothing() -> None:
-    template("{{ 'a' * 10 ** 12 }}{{ [[1] * 10 ** 12] | length }}{% set x = 10 ** 10 ** 10 %}")
+def test_compiling_is_bounded(template: Callable[..., TemplatePool]) -> None:
+    pool = template("{% set x = ([[1] * 1000] * 10000) | sum(start=[]) %}", SMALL)
+    assert not pool.usable()
+    with pytest.raises(NoChatTemplate, match=r"0\.2 s of processor time"):
+        pool.render(MESSAGES)
 
 
-def test_threads_do_not_share_a_budget() -> None:
-    chatml = template(CHATML)
-    expected = chatml.render(MESSAGES, LIMITS)
-    results: list[str] = []
-
-    def work() -> None:
-        results.extend(chatml.render(MESSAGES, LIMITS) for _ in range(50))
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [expected] * 200
+def test_a_template_that_compiles_is_usable(template: Callable[..., TemplatePool]) -> None:
+    assert template(CHATML).usable()
