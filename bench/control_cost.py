@@ -76,6 +76,7 @@ class EchoWorker:
             max_inflight_step_count=4,
             features=frozenset(),
             device="echo",
+            executor="none",
             attention_backend="none",
         )
         return info, MemoryPool(blocks, BLOCK_SIZE, 1)

@@ -23,8 +23,8 @@ from bench.results import Results
 from tests.golden.references import Reference, load_references
 from twinplane import models
 from worker_service.domain.capability import DataType
-from worker_service.runner.build import LoadedModel, load
 from worker_service.runner.input_batch import InputBatch
+from worker_service.runner.load import LoadedModel, load_model
 from worker_service.runner.options import Quantization, RunnerOptions
 
 BLOCK = 16
@@ -88,7 +88,8 @@ def float32_options(folder: Path) -> RunnerOptions:
         max_sequence_count=128,
         max_step_token_count=MAX_TOKENS,
         max_sequence_token_count=MAX_TOKENS,
-        attention_backend="compiled",
+        executor="compiled",
+        attention_backend=None,
         thread_count=os.cpu_count() or 1,
         random_seed=0,
         progress=lambda line: None,
@@ -117,7 +118,7 @@ def chosen_logits(model: LoadedModel, reference: Reference) -> torch.Tensor:
         sampled_positions=zero,
     )
     with torch.inference_mode():
-        return model.forward_pass.run(batch).clone()
+        return model.executor.run(batch).clone()
 
 
 def compare(
@@ -137,7 +138,7 @@ def compare(
         agreement=sums.alike / sums.tokens,
         whole=whole / len(runs),
         alike_tokens=statistics.median(runs),
-        weights_megabytes=variant.forward_pass.weights_bytes / 1e6,
+        weights_megabytes=variant.executor.weights_bytes / 1e6,
     )
 
 
@@ -148,9 +149,9 @@ def main() -> None:
     results = flags.open_results("int8_quality", options)
     references = load_references()[: options.prompts]
     plain = float32_options(models.resolve(options.model))
-    base = load(plain)
+    base = load_model(plain)
     for name, change in VARIANTS.items():
-        report(results, compare(name, base, load(change(plain)), references))
+        report(results, compare(name, base, load_model(change(plain)), references))
     results.show()
 
 

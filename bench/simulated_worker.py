@@ -24,7 +24,7 @@ from worker_service.app import serve
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import SamplePlan, StepPlan
 from worker_service.runner.interface import PendingStep, Runner
-from worker_service.startup import build_runner
+from worker_service.startup import start_runner
 
 
 class StampingRunner:
@@ -62,7 +62,7 @@ async def run(config: WorkerConfig, output: Path, stream_count: int) -> None:
     runners: list[StampingRunner] = []
 
     def build() -> Runner:
-        runners.append(StampingRunner(build_runner(config, lambda line: None), stream_count))
+        runners.append(StampingRunner(start_runner(config, lambda line: None), stream_count))
         return runners[0]
 
     with StopSignals(watch_stdin=False, catch_second=False) as signals:

@@ -30,7 +30,7 @@ from control_plane.shell.ports import Worker
 from twinplane.process.event_loop import new_event_loop
 from twinplane.settings.worker import WorkerConfig
 from worker_service.facade import WorkerFacade
-from worker_service.startup import build_runner
+from worker_service.startup import start_runner
 
 VOCABULARY = 40_000
 IN_PROCESS = "in process"
@@ -58,7 +58,7 @@ async def in_process(options: argparse.Namespace) -> AsyncIterator[Worker]:
     quantization = {} if options.quantization is None else {"quantization": options.quantization}
     config = WorkerConfig(model=options.model, **quantization)
     facade = WorkerFacade(
-        lambda: build_runner(config, lambda line: None), worker_id="bench", incarnation_id="1"
+        lambda: start_runner(config, lambda line: None), worker_id="bench", incarnation_id="1"
     )
     try:
         await facade.load()

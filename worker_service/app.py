@@ -22,7 +22,7 @@ from worker_service.lifecycle import Lifecycle, LifecycleState
 from worker_service.load_errors import LoadError
 from worker_service.rpc.server import WorkerServer
 from worker_service.runner.interface import Runner
-from worker_service.startup import StartupError, build_runner
+from worker_service.startup import StartupError, start_runner
 
 _STOP_GRACE_SECONDS = 2.0
 _PROGRESS_SECONDS = 1.0
@@ -42,7 +42,7 @@ def run(config: WorkerConfig) -> int:
 async def _run(config: WorkerConfig) -> int:
     progress = _ProgressLog(time.monotonic)
     with StopSignals(watch_stdin=config.exit_with_parent, catch_second=False) as signals:
-        return await serve(config, signals.first, lambda: build_runner(config, progress))
+        return await serve(config, signals.first, lambda: start_runner(config, progress))
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> int:
@@ -155,6 +155,7 @@ def _log_ready(facade: WorkerFacade) -> None:
             model=capability.model.name,
             device=capability.device.name,
             data_type=capability.model.data_type.value,
+            executor=capability.executor,
             attention_backend=capability.attention_backend,
             weight_version=capability.weight_version.digest[:12],
             max_sequence_count=capability.limits.max_sequence_count,

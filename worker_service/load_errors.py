@@ -4,8 +4,8 @@ LoadError
 ├── CheckpointInvalid      a file is missing, unreadable or does not fit the others
 ├── ModelUnsupported       the folder is sound, but asks for something this worker cannot do
 ├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
-├── KVPoolTooLarge         the machine does not give so much memory
-└── BackendUnavailable     no attention backend, or not the one asked for, can run here
+├── KVPoolTooLarge         the machine does not give that much memory
+└── ExecutorUnavailable    no executor, or not the one asked for, can run the model here
 """
 
 from __future__ import annotations
@@ -36,5 +36,5 @@ class KVPoolTooLarge(LoadError):
     """The host refuses the KV pool's memory."""
 
 
-class BackendUnavailable(LoadError):
-    """Every attention backend that was considered has refused."""
+class ExecutorUnavailable(LoadError):
+    """Every executor that was considered has refused, or there is none of that name."""

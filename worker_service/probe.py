@@ -16,12 +16,23 @@ from dataclasses import asdict, dataclass, field
 from worker_service.kernels.cpu.compiler import KernelsUnavailable, find_toolchain
 from worker_service.threads import resolve_threads
 
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 1024,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """The answer. Of a thing and its error one is empty.
 
-    `refusals`: for each way to compute the model why it can't run here, None when it can.
+    `refusals`: for each executor why it can't run here, None when it can.
     """
 
     threads: int
@@ -53,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def probe(threads_setting: int | None, environment: Mapping[str, str]) -> Report:
-    """Looks at the threads, the compiler, torch and its devices, and each way to compute."""
+    """Looks at the threads, the compiler, torch and its devices, and each executor."""
     threads = resolve_threads(threads_setting)
     compiler, compiler_error = "", ""
     try:
@@ -88,36 +99,28 @@ def _probe_torch(threads: int) -> _Torch:
 
 
 def _refusals(device: str, threads: int) -> dict[str, str | None]:
-    """What each pass says of a small model in the device's usual number format."""
+    """What each executor says of a small model in the device's usual number format."""
     import torch
 
-    from worker_service.attention.interface import AttentionConfig
     from worker_service.domain.capability import DataType, Limits
-    from worker_service.runner.forward_pass import PassConfig
+    from worker_service.model.registry import describe
+    from worker_service.runner.executor import ExecutorConfig
     from worker_service.runner.options import Quantization
-    from worker_service.runner.selection import PASSES
+    from worker_service.runner.selection import EXECUTORS
 
     data_type = DataType.FLOAT32 if device == "cpu" else DataType.BFLOAT16
-    attention = AttentionConfig(
-        head_count=9,
-        kv_head_count=3,
-        head_dim=64,
-        scale=0.125,
-        layer_windows=(None,),
-        block_size=16,
-        max_length=1024,
-        data_type=getattr(torch, data_type.value),
+    config = ExecutorConfig(
+        spec=describe(_MODEL),
         device=torch.device(device),
-    )
-    config = PassConfig(
-        attention=attention,
-        limits=Limits(1, 1, 1024, 1024),
+        data_type=getattr(torch, data_type.value),
         quantization=Quantization.NONE,
         kv_data_type=data_type,
+        block_size=16,
+        limits=Limits(1, 1, 1024, 1024),
         thread_count=threads,
         progress=lambda line: None,
     )
-    return {kind.name: kind.probe(config) for kind in PASSES}
+    return {str(kind): kind.probe(config) for kind in EXECUTORS}
 
 
 if __name__ == "__main__":

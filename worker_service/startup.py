@@ -1,6 +1,6 @@
 """From settings to a runner: the real one, or the simulated. Runs on the device thread.
 
-torch is imported by what `build_runner` imports lazily, so a simulated worker never needs it.
+torch is imported lazily, by what the real runner needs, so a simulated worker never needs it.
 """
 
 from __future__ import annotations
@@ -37,34 +37,40 @@ class _Shape:
     architecture: str
 
 
-def build_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
+def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
     """The runner that the settings ask for.
 
-    Raises StartupError, twinplane.models.ModelError, or a LoadError of worker_service.weights.
+    Raises StartupError, twinplane.models.ModelError, or a LoadError.
     """
     if config.simulate:
-        return _build_simulated(config)
-    return _build_real(config, progress)
+        return _simulated_runner(config)
+    return _real_runner(config, progress)
 
 
-def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
-    # Read when torch is imported. Its threads else spin for milliseconds after each operation, on
-    # cores that the control plane needs too. Measured on two cores: with so many turns a step costs
-    # the same when the cores are ours alone, and a fraction when they are shared.
+def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
+    # Must be set before torch is imported. Otherwise its threads spin for milliseconds after each
+    # operation, on cores that the control plane needs. Measured on two cores: with 10,000 spins a
+    # step costs the same when nobody else uses the cores, and far less when they are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        from worker_service.runner import device_choice
-        from worker_service.runner.build import build_model_runner
+        from worker_service.runner.load import load_runner
     except ModuleNotFoundError as error:
         raise StartupError(
             f"a worker with a model needs the module {error.name}: "
             "pip install 'twinplane[worker]', or start with --simulate"
         ) from error
     progress("looking for the model")
-    folder = models.resolve(config.model)
-    device = device_choice.available_device() if config.device == "auto" else config.device
+    return load_runner(_runner_options(config, models.resolve(config.model), progress))
+
+
+def _runner_options(
+    config: WorkerConfig, folder: Path, progress: Callable[[str], None]
+) -> RunnerOptions:
+    from worker_service.runner.device import available_device, default_kv_cache_bytes
+
+    device = available_device() if config.device == "auto" else config.device
     on_cpu = device == "cpu"
-    options = RunnerOptions(
+    return RunnerOptions(
         model_folder=folder,
         model_name=_model_name(config),
         device=device,
@@ -73,23 +79,22 @@ def _build_real(config: WorkerConfig, progress: Callable[[str], None]) -> Runner
         kv_data_type=None if config.kv_cache_dtype == "auto" else DataType(config.kv_cache_dtype),
         block_size=config.block_size,
         kv_cache_bytes=_or_else(
-            config.kv_cache_memory_bytes,
-            lambda: device_choice.default_kv_cache_bytes(device, folder),
+            config.kv_cache_memory_bytes, lambda: default_kv_cache_bytes(device, folder)
         ),
         max_sequence_count=_or_else(config.max_num_seqs, lambda: 64 if on_cpu else 256),
         max_step_token_count=_or_else(
             config.max_num_batched_tokens, lambda: 512 if on_cpu else 8192
         ),
         max_sequence_token_count=config.max_model_len,
-        attention_backend=config.attention_backend,
+        executor=_unless_auto(config.executor),
+        attention_backend=_unless_auto(config.attention_backend),
         thread_count=resolve_threads(config.threads).count,
         random_seed=config.seed,
         progress=progress,
     )
-    return build_model_runner(options)
 
 
-def _build_simulated(config: WorkerConfig) -> SimulatedRunner:
+def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
     shape = _simulated_shape(config)
     capacity = (config.simulate_block_count - 1) * config.block_size
     length = _or_else(config.max_model_len, lambda: min(shape.length, capacity))
@@ -124,7 +129,7 @@ def _build_simulated(config: WorkerConfig) -> SimulatedRunner:
 
 
 def _simulated_shape(config: WorkerConfig) -> _Shape:
-    """The model's, if it is here; the default model may be missing, another may not."""
+    """The shape of the model, which must be on this machine unless it is the default model."""
     if config.simulate_vocabulary_size is not None:
         return _Shape(config.simulate_vocabulary_size, _DEFAULT_LENGTH, "Simulated")
     try:
@@ -150,6 +155,10 @@ def _read_shape(path: Path) -> _Shape:
 
 def _model_name(config: WorkerConfig) -> str:
     return config.served_model_name or config.model
+
+
+def _unless_auto(choice: str) -> str | None:
+    return None if choice == "auto" else choice
 
 
 def _or_else(value: int | None, default: Callable[[], int]) -> int:

@@ -110,6 +110,7 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
             _short(info_pb2.Feature, feature, _FEATURE_PREFIX) for feature in info.features
         ),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
+        executor=info.executor,
         attention_backend=info.attention_backend,
     )
 

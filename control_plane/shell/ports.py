@@ -28,6 +28,7 @@ class WorkerInfo:
     max_inflight_step_count: int
     features: frozenset[str]
     device: str
+    executor: str
     attention_backend: str
 
 

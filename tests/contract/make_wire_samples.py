@@ -100,6 +100,7 @@ INFO = info_pb2.WorkerInfo(
     random_seed=42,
     features=[info_pb2.FEATURE_HELD_SAMPLING, info_pb2.FEATURE_BATCH_INVARIANT],
     attention_backend="torch",
+    executor="torch",
 )
 POOL = info_pb2.MemoryPool(
     block_count=1000,

@@ -181,6 +181,7 @@ def test_a_capability_means_the_same_to_the_control_plane() -> None:
         limit = f"max_{name}_count"
         assert getattr(got, limit) == getattr(capability.limits, limit)
     assert got.features == {feature.name.lower() for feature in capability.features}
+    assert got.executor == capability.executor
     assert got.attention_backend == capability.attention_backend
 
 

@@ -1,6 +1,6 @@
 """The whole exactness matrix: every configuration, every request. Prints what differs.
 
-    python -m tests.exactness [--minutes 120] [--backend NAME] [--from N]
+    python -m tests.exactness [--minutes 120] [--executor NAME] [--from N]
 
 All of it on a cut of the default model, where a step takes milliseconds. Then a fifth of the
 configurations on the whole model, each with a few of a quarter of the requests, other ones each
@@ -41,7 +41,7 @@ class Run:
     folder: Path
     case_count: int
     configurations: list[Configuration]
-    backend: str | None
+    executor: str | None
     deadline: float
     first: int = 1
     wrong: int = 0
@@ -52,7 +52,7 @@ class Run:
         cases, expected = self._canonical()
         numbered = list(enumerate(self.configurations, start=1))[self.first - 1 :]
         for threads, group in itertools.groupby(numbered, key=lambda pair: pair[1].threads):
-            with serving(self.folder, threads, attention_backend=self.backend) as service:
+            with serving(self.folder, threads, executor=self.executor) as service:
                 for number, configuration in group:
                     if time.monotonic() > self.deadline:
                         self.missed += 1
@@ -64,9 +64,9 @@ class Run:
         self._say(f"{self.wrong} configurations differ, {self.missed} found no time")
 
     def _canonical(self) -> tuple[list[Case], Outcome]:
-        with serving(self.folder, CANONICAL.threads, attention_backend=self.backend) as service:
+        with serving(self.folder, CANONICAL.threads, executor=self.executor) as service:
             cases = some_of(make_cases(service.vocabulary_size), self.case_count)
-            self._say(f"{service.attention_backend}: what is right, one at a time")
+            self._say(f"{service.executor}: what is right, one at a time")
             return cases, service.serve_alone(cases, self.configurations)
 
     def _check(
@@ -97,17 +97,17 @@ class Run:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.exactness")
     parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--backend", default=None)
+    parser.add_argument("--executor", default=None)
     parser.add_argument("--from", dest="first", type=int, default=1, metavar="N")
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + 60 * options.minutes
     every = every_configuration()
     with tempfile.TemporaryDirectory() as folder:
         cut = Run(
-            "cut", cut_model(Path(folder)), COUNT, every, options.backend, deadline, options.first
+            "cut", cut_model(Path(folder)), COUNT, every, options.executor, deadline, options.first
         )
         cut.serve(COUNT)
-    whole = Run("default", default_model(), QUARTER, every[::5], options.backend, deadline)
+    whole = Run("default", default_model(), QUARTER, every[::5], options.executor, deadline)
     whole.serve(FEW_CASES)
     golden = golden_alone()
     return 1 if golden or any(run.wrong or run.missed for run in (cut, whole)) else 0

@@ -31,7 +31,7 @@ from tests.exactness.matrix import CANONICAL, WHOLE, Configuration
 from tests.support import runner_rig
 from worker_service.facade import WorkerFacade
 from worker_service.runner import model_runner
-from worker_service.runner.build import build_model_runner
+from worker_service.runner.load import load_runner
 from worker_service.runner.options import RunnerOptions
 from worker_service.sampling.sampler import MaskBatch, Sampled, SamplingBatch
 
@@ -95,8 +95,8 @@ class Service:
         return self._facade.worker_info().capability.model.vocabulary_size
 
     @property
-    def attention_backend(self) -> str:
-        return self._facade.worker_info().capability.attention_backend
+    def executor(self) -> str:
+        return self._facade.worker_info().capability.executor
 
     def serve_alone(self, cases: Sequence[Case], ways: Sequence[Configuration]) -> Outcome:
         """What is right: canonically, and as many tokens of each as any of the ways asks for."""
@@ -175,9 +175,7 @@ def serving(folder: Path, threads: int, **changes: object) -> Iterator[Service]:
 
 
 async def _load(options: RunnerOptions) -> WorkerFacade:
-    facade = WorkerFacade(
-        lambda: build_model_runner(options), worker_id="exactness", incarnation_id="1"
-    )
+    facade = WorkerFacade(lambda: load_runner(options), worker_id="exactness", incarnation_id="1")
     await facade.load()
     return facade
 

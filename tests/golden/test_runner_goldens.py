@@ -39,10 +39,19 @@ def reference(folder: Path) -> Iterator[PreTrainedModel]:
 
 
 @pytest.mark.parametrize(
-    ("backend", "texts"), [("compiled", TEXTS), ("torch", TEXTS[3:]), ("reference", TEXTS[:2])]
+    ("executor", "attention", "texts"),
+    [
+        ("compiled", None, TEXTS),
+        ("torch", "torch", TEXTS[3:]),
+        ("torch", "reference", TEXTS[:2]),
+    ],
 )
 def test_greedy_tokens_equal_transformers(
-    backend: str, texts: list[str], folder: Path, reference: PreTrainedModel
+    executor: str,
+    attention: str | None,
+    texts: list[str],
+    folder: Path,
+    reference: PreTrainedModel,
 ) -> None:
     """Each way to compute; the slower ones with fewer prompts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -52,9 +61,11 @@ def test_greedy_tokens_equal_transformers(
         block_size=16,
         kv_cache_bytes=128 << 20,
         max_step_token_count=512,
-        attention_backend=backend,
+        executor=executor,
+        attention_backend=attention,
     )
-    assert runner.capability().attention_backend == backend
+    capability = runner.capability()
+    assert (capability.executor, capability.attention_backend) == (executor, attention or executor)
     outputs = runner_rig.generate(runner, prompts, COUNT, chunk=64)
     for prompt, output in zip(prompts, outputs, strict=True):
         # The reference sees our own tokens: one near tie does not spoil what follows it.

@@ -113,6 +113,7 @@ class Machine:
             max_inflight_step_count=4,
             features=frozenset(),
             device="simulated:0",
+            executor="none",
             attention_backend="none",
         )
         return info, MemoryPool(self.block_count, self.block_size, 1)

@@ -20,7 +20,7 @@ from worker_service.domain.plan import (
     StepPlan,
     StepResult,
 )
-from worker_service.runner.build import build_model_runner
+from worker_service.runner.load import load_runner
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import RunnerOptions
 
@@ -43,6 +43,7 @@ def options(folder: Path, **changes: Any) -> RunnerOptions:
         "max_sequence_count": 16,
         "max_step_token_count": 256,
         "max_sequence_token_count": None,
+        "executor": None,
         "attention_backend": None,
         "thread_count": 2,
         "random_seed": 0,
@@ -52,7 +53,7 @@ def options(folder: Path, **changes: Any) -> RunnerOptions:
 
 
 def build(folder: Path, **changes: Any) -> ModelRunner:
-    return build_model_runner(options(folder, **changes))
+    return load_runner(options(folder, **changes))
 
 
 @dataclass(slots=True, eq=False)

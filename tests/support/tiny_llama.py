@@ -16,6 +16,8 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 VOCABULARY = 131
@@ -46,6 +48,11 @@ def mistral(**changes: Any) -> PreTrainedModel:
 
 def qwen2(**changes: Any) -> PreTrainedModel:
     return _initialised(Qwen2ForCausalLM, Qwen2Config(**{**SHAPE, **changes}))
+
+
+def qwen3(**changes: Any) -> PreTrainedModel:
+    """A Llama with norms of query and key heads."""
+    return _initialised(Qwen3ForCausalLM, Qwen3Config(**{**SHAPE, "head_dim": 8, **changes}))
 
 
 def save(model: PreTrainedModel, folder: Path, **config_changes: Any) -> Path:

@@ -150,15 +150,13 @@ def judge_worker(probe: WorkerProbe) -> list[Finding]:
     ]
     for name, refusal in probe.refusals.items():
         if refusal is None:
-            findings.append(Finding(State.OK, f"attention {name}", "can run"))
+            findings.append(Finding(State.OK, f"executor {name}", "can run"))
         else:
             findings.append(
-                Finding(State.WARN, f"attention {name}", refusal, "none needed: the next is used")
+                Finding(State.WARN, f"executor {name}", refusal, "none needed: the next is used")
             )
     if probe.refusals and all(refusal is not None for refusal in probe.refusals.values()):
-        findings.append(
-            Finding(State.FAIL, "attention", "no backend can run here", _INSTALL_WORKER)
-        )
+        findings.append(Finding(State.FAIL, "executor", "none can run here", _INSTALL_WORKER))
     return findings
 
 

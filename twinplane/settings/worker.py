@@ -65,9 +65,15 @@ class WorkerConfig:
     device: str = option(
         "auto", "what executes the steps", group=_DEVICE, choices=("auto", "cpu", "cuda")
     )
-    attention_backend: str | None = option(
-        None,
-        "what computes the model: compiled, torch or reference (default: the first that can run)",
+    executor: str = option(
+        "auto",
+        "what runs the model: compiled (a CPU in float32) or torch (auto: the first that can)",
+        group=_DEVICE,
+        choices=("auto", "compiled", "torch"),
+    )
+    attention_backend: str = option(
+        "auto",
+        "what attends in the torch executor: torch or reference (auto: the first that can)",
         group=_DEVICE,
     )
     threads: int | None = option(

@@ -17,18 +17,26 @@ from worker_service.domain.columns import IntColumn
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionConfig:
-    """Fixed facts of a model's attention on one device.
+class LayerAttention:
+    """One layer's attention: causal, with `head_count` query heads over `kv_head_count` KV heads.
 
-    `scale` multiplies query · key; `layer_windows` as in ModelConfig; `max_length` bounds a row's
-    context in tokens.
+    `head_count` is a multiple of `kv_head_count`. `scale` multiplies query · key. `window`: how
+    many positions a token attends to, its own included; None: all.
     """
 
     head_count: int
     kv_head_count: int
     head_dim: int
     scale: float
-    layer_windows: tuple[int | None, ...]
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Fixed facts of a model's attention on one device; `max_length` bounds a row's context in
+    tokens. Layers may differ in everything."""
+
+    layers: tuple[LayerAttention, ...]
     block_size: int
     max_length: int
     data_type: torch.dtype
@@ -37,9 +45,10 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """One layer's KV: `keys`, `values` [blocks, block_size, kv_heads, head_dim].
+    """One layer's KV: `keys`, `values` [blocks, block_size, kv_heads, head_dim] in this order.
 
-    Every slot is finite, also those no row has written: masked positions are still multiplied.
+    A backend multiplies masked positions, too. So whoever owns the memory keeps every slot finite
+    that lies in the null block or in a block of a row, whether a row has written it or not.
     """
 
     keys: torch.Tensor
@@ -93,4 +102,4 @@ class BackendType:
 
     name: str
     probe: Callable[[AttentionConfig], str | None]
-    build: Callable[[AttentionConfig, tuple[LayerCache, ...]], AttentionBackend]
+    create: Callable[[AttentionConfig, tuple[LayerCache, ...]], AttentionBackend]

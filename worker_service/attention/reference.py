@@ -57,22 +57,22 @@ class ReferenceStep:
         return out
 
     def _attend(self, layer: int, row: int, queries: torch.Tensor) -> torch.Tensor:
-        config, cache = self._config, self._caches[layer]
+        heads, cache = self._config.layers[layer], self._caches[layer]
+        device = self._config.device
         length = int(self._batch.context_lengths[row])
-        blocks = torch.from_numpy(self._batch.block_tables[row].astype(np.int64)).to(config.device)
-        groups = config.head_count // config.kv_head_count
+        blocks = torch.from_numpy(self._batch.block_tables[row].astype(np.int64)).to(device)
+        groups = heads.head_count // heads.kv_head_count
         keys = cache.keys[blocks].flatten(0, 1)[:length].float().repeat_interleave(groups, dim=1)
         values = (
             cache.values[blocks].flatten(0, 1)[:length].float().repeat_interleave(groups, dim=1)
         )
-        scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * config.scale
+        scores = torch.einsum("qhd,khd->hqk", queries.float(), keys) * heads.scale
         query_positions = torch.arange(length - queries.shape[0], length).unsqueeze(1)
         key_positions = torch.arange(length).unsqueeze(0)
         visible = key_positions <= query_positions
-        window = config.layer_windows[layer]
-        if window is not None:
-            visible &= key_positions > query_positions - window
-        scores = scores.masked_fill(~visible.to(config.device), float("-inf"))
+        if heads.window is not None:
+            visible &= key_positions > query_positions - heads.window
+        scores = scores.masked_fill(~visible.to(device), float("-inf"))
         return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), values)
 
 

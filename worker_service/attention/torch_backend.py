@@ -89,13 +89,12 @@ class TorchBackend:
         self.max_keys = _round_up(config.max_length, _KEY_TILE)
         gathered_tokens = max(self.max_keys, _MIN_GATHER_TOKENS)
         self.capacity_blocks = -(-gathered_tokens // config.block_size)
-        width = config.block_size * config.kv_head_count * config.head_dim
+        widest = max(cache.keys.shape[1] for cache in self.caches)
         self._gathered = torch.empty(
-            (2, self.capacity_blocks, width), dtype=config.data_type, device=config.device
+            (2, self.capacity_blocks * widest), dtype=config.data_type, device=config.device
         )
-        self.masters = {
-            window: self._master_mask(window) for window in dict.fromkeys(config.layer_windows)
-        }
+        windows = dict.fromkeys(heads.window for heads in config.layers)
+        self.masters = {window: self._master_mask(window) for window in windows}
 
     @property
     def workspace_bytes(self) -> int:
@@ -106,8 +105,9 @@ class TorchBackend:
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies blocks [n] of a layer into the buffers: keys, values [n, block elements]."""
-        cache, count = self.caches[layer], blocks.shape[0]
-        keys, values = self._gathered[0, :count], self._gathered[1, :count]
+        cache = self.caches[layer]
+        count, width = blocks.shape[0], cache.keys.shape[1]
+        keys, values = self._gathered[:, : count * width].view(2, count, width)
         torch.index_select(cache.keys, 0, blocks, out=keys)
         torch.index_select(cache.values, 0, blocks, out=values)
         return keys, values
@@ -139,12 +139,12 @@ class TorchStep:
 
     def write_kv(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         cache = self._backend.caches[layer]
-        width = self._config.kv_head_count * self._config.head_dim
+        width = keys.shape[1] * keys.shape[2]
         cache.keys.view(-1, width).index_copy_(0, self._slots, keys.flatten(1))
         cache.values.view(-1, width).index_copy_(0, self._slots, values.flatten(1))
 
     def forward(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        window = self._config.layer_windows[layer]
+        window = self._config.layers[layer].window
         plan = self._plans[window]
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         for group in plan.decodes:
@@ -248,8 +248,8 @@ class TorchStep:
 
     def _decode(self, layer: int, group: _DecodeGroup, queries: torch.Tensor) -> torch.Tensor:
         """[B, heads, head_dim] for the group's rows."""
-        config = self._config
-        rows, kv_heads, dim = group.tokens.shape[0], config.kv_head_count, config.head_dim
+        shape = self._config.layers[layer]
+        rows, kv_heads, dim = group.tokens.shape[0], shape.kv_head_count, shape.head_dim
         key_count = group.mask.shape[-1]
         keys, values = (
             gathered.view(rows, -1, kv_heads, dim)[:, :key_count].transpose(1, 2)
@@ -258,9 +258,9 @@ class TorchStep:
         heads = queries.index_select(0, group.tokens).view(rows, kv_heads, -1, dim)
         group_size = heads.shape[2]
         attended = F.scaled_dot_product_attention(
-            _pad_queries(heads), keys, values, attn_mask=group.mask, scale=config.scale
+            _pad_queries(heads), keys, values, attn_mask=group.mask, scale=shape.scale
         )
-        return attended[:, :, :group_size].reshape(rows, config.head_count, dim)
+        return attended[:, :, :group_size].reshape(rows, shape.head_count, dim)
 
     def _extend(
         self,
@@ -270,9 +270,9 @@ class TorchStep:
         queries: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        config = self._config
-        kv_heads, dim = config.kv_head_count, config.head_dim
-        group_size = config.head_count // kv_heads
+        shape = self._config.layers[layer]
+        kv_heads, dim = shape.kv_head_count, shape.head_dim
+        group_size = shape.head_count // kv_heads
         # [kv_heads, 1 → group, keys, dim]: KV heads stand as the batch, shared without a copy.
         keys, values = (
             gathered.view(-1, kv_heads, dim).transpose(0, 1).unsqueeze(1)
@@ -288,7 +288,7 @@ class TorchStep:
                 keys[:, :, : tile.key_count].expand(-1, group_size, -1, -1),
                 values[:, :, : tile.key_count].expand(-1, group_size, -1, -1),
                 attn_mask=master[: heads.shape[2], columns],
-                scale=config.scale,
+                scale=shape.scale,
             )
             tokens = out[tile.start : tile.end].view(length, kv_heads, group_size, dim)
             tokens.copy_(attended[:, :, :length].permute(2, 0, 1, 3))

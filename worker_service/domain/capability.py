@@ -73,13 +73,18 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """What a runner can do; the facade adds identity and epoch."""
+    """What a runner can do; the facade adds identity and epoch.
+
+    `executor` runs the whole forward pass. `attention_backend` is the one it attends by: its own
+    name again where its attention is its own.
+    """
 
     device: Device
     model: Model
     weight_version: WeightVersion
     limits: Limits
     features: frozenset[Feature]
+    executor: str
     attention_backend: str
     random_seed: int
     ranks: RankCoordinates = RankCoordinates()

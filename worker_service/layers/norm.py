@@ -18,6 +18,6 @@ class RmsNorm:
         return self._weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, hidden] → a new tensor of the same shape and dtype."""
+        """x [.., width] → a new tensor of the same shape and dtype."""
         # torch widens half formats to float32 inside.
         return F.rms_norm(x, (x.shape[-1],), self._weight, self._epsilon)

@@ -65,16 +65,17 @@ RopeScaling = Unscaled | LinearScaling | DynamicScaling | Llama3Scaling | YarnSc
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """`theta` is the base of the wavelengths; `head_dim` is even and rotated whole."""
+    """`theta` is the base of the wavelengths. The first `rotary_dim` numbers of each head are
+    rotated, an even count."""
 
     theta: float
-    head_dim: int
+    rotary_dim: int
     scaling: RopeScaling
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RopeTable:
-    """`cos`, `sin` [positions, head_dim / 2], attention scaling included."""
+    """`cos`, `sin` [positions, rotary_dim / 2], attention scaling included."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -84,7 +85,7 @@ class RopeTable:
         return self.cos.nbytes + self.sin.nbytes
 
     def gather(self, positions: torch.Tensor) -> RopeTable:
-        """Rows for `positions` int [tokens], shaped [tokens, 1, head_dim / 2] for all heads."""
+        """Rows for `positions` int [tokens], shaped [tokens, 1, rotary_dim / 2] for all heads."""
         return RopeTable(
             self.cos.index_select(0, positions).unsqueeze(1),
             self.sin.index_select(0, positions).unsqueeze(1),
@@ -103,18 +104,22 @@ def build_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.devic
 
 
 def rotate(x: torch.Tensor, table: RopeTable) -> torch.Tensor:
-    """Rotates x [tokens, heads, head_dim] by gathered rows; pairs are (i, i + head_dim / 2)."""
+    """x [tokens, heads, head_dim], its first rotary_dim numbers rotated by gathered rows, in a new
+    tensor. Pairs are (i, i + rotary_dim / 2)."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    first, second = x.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
+    rotary_dim = 2 * table.cos.shape[-1]
+    first, second = x[..., :rotary_dim].chunk(2, dim=-1)
+    out_first, out_second = out[..., :rotary_dim].chunk(2, dim=-1)
     torch.mul(first, table.cos, out=out_first).addcmul_(second, table.sin, value=-1)
     torch.mul(second, table.cos, out=out_second).addcmul_(first, table.sin)
+    if rotary_dim < x.shape[-1]:
+        out[..., rotary_dim:] = x[..., rotary_dim:]
     return out
 
 
 def _inverse_frequencies(rope: Rope, length: int) -> torch.Tensor:
-    """float32 [1 or length, head_dim / 2]: radians per position."""
-    exponents = torch.arange(0, rope.head_dim, 2, dtype=torch.float32) / rope.head_dim
+    """float32 [1 or length, rotary_dim / 2]: radians per position."""
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     plain = (1.0 / rope.theta**exponents).unsqueeze(0)
     match rope.scaling:
         case Unscaled():
@@ -136,7 +141,7 @@ def _dynamic(
 ) -> torch.Tensor:
     lengths = torch.arange(1, length + 1, dtype=torch.float64).clamp_(min=scaling.original_length)
     growth = scaling.factor * lengths / scaling.original_length - (scaling.factor - 1)
-    bases = rope.theta * growth ** (rope.head_dim / (rope.head_dim - 2))
+    bases = rope.theta * growth ** (rope.rotary_dim / (rope.rotary_dim - 2))
     return (1.0 / bases.unsqueeze(1) ** exponents.double()).float()
 
 
@@ -158,7 +163,7 @@ def _yarn(rope: Rope, scaling: YarnScaling, exponents: torch.Tensor) -> torch.Te
     def dimension(rotations: float) -> float:
         """The dimension that turns `rotations` times over the original length."""
         return (
-            rope.head_dim
+            rope.rotary_dim
             * math.log(scaling.original_length / (rotations * 2 * math.pi))
             / (2 * math.log(rope.theta))
         )
@@ -166,10 +171,10 @@ def _yarn(rope: Rope, scaling: YarnScaling, exponents: torch.Tensor) -> torch.Te
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, rope.head_dim - 1)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
     if low == high:
         high += 0.001  # as the reference does: no division by zero
-    ramp = (torch.arange(rope.head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    ramp = (torch.arange(rope.rotary_dim // 2, dtype=torch.float32) - low) / (high - low)
     stretched_share = ramp.clamp(0, 1)
     wavelengths = rope.theta**exponents
     stretched, kept = 1.0 / (scaling.factor * wavelengths), 1.0 / wavelengths

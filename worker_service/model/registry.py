@@ -1,34 +1,35 @@
-"""Which class runs which architecture."""
+"""From a config.json to a spec: the family that its architecture names describes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import assert_never
+from collections.abc import Mapping
+from typing import Any
 
-import torch
-
-from worker_service.model.config import Architecture, ModelConfig
-from worker_service.model.interface import Model
-from worker_service.model.llama import LlamaModel
-from worker_service.model.loader import WeightLoader
-from worker_service.weights.checkpoint import Checkpoint
+from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
+from worker_service.model.config import ConfigReader
+from worker_service.model.families import FAMILIES
+from worker_service.model.spec import DecoderSpec
 
 
-def load_model(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    max_length: int,
-    data_type: torch.dtype,
-    device: torch.device,
-    progress: Callable[[str], None],
-) -> Model:
-    """Builds the checkpoint's model for sequences of up to `max_length` tokens.
+def describe(config: Mapping[str, Any]) -> DecoderSpec:
+    """The decoder that a config.json of transformers 4 or 5 describes.
 
-    Raises CheckpointInvalid when the weights do not fit the config.
+    Raises ModelUnsupported for what this worker cannot run, CheckpointInvalid for what no worker
+    could.
     """
-    loader = WeightLoader(checkpoint, data_type, device)
-    match config.architecture:
-        case Architecture.LLAMA | Architecture.MISTRAL | Architecture.QWEN2:
-            return LlamaModel(config, loader, max_length, data_type, device, progress)
-        case _:
-            assert_never(config.architecture)
+    names = config.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise CheckpointInvalid("config.json: architectures must name one architecture")
+    (name,) = names
+    for family in FAMILIES:
+        if family.architecture == name:
+            break
+    else:
+        supported = ", ".join(family.architecture for family in FAMILIES)
+        raise ModelUnsupported("architecture", name, supported)
+    for key in ("quantization_config", "compression_config"):
+        settings = config.get(key)
+        if settings is not None:
+            method = settings.get("quant_method") if isinstance(settings, dict) else None
+            raise ModelUnsupported(key, method or settings, "weights that are not quantized")
+    return family.describe(ConfigReader(config))

@@ -157,6 +157,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
         random_seed=capability.random_seed,
         features=sorted(_feature_to_pb(feature) for feature in capability.features),
         attention_backend=capability.attention_backend,
+        executor=capability.executor,
     )
 
 

@@ -1,4 +1,4 @@
-"""What a device is called and how much memory it has left."""
+"""Devices: which one a worker takes, what it is called, and how much of its memory is free."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ import torch
 
 from worker_service.domain.capability import Device, DeviceKind
 from worker_service.load_errors import LoadError
+
+_CPU_KV_BYTES = 1 << 30
+# Of what the weights leave: the rest is for activations and the allocator.
+_CUDA_KV_FRACTION = 0.85
+
+
+def available_device() -> str:
+    """ "cuda" where torch finds a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def open_device(name: str) -> torch.device:
@@ -33,7 +42,7 @@ def open_device(name: str) -> torch.device:
             raise LoadError(f"device {name!r} is not supported; use cpu or cuda")
 
 
-def describe(device: torch.device) -> Device:
+def describe_device(device: torch.device) -> Device:
     """The device as the contract names it."""
     if device.type == "cuda":
         index = device.index or 0
@@ -46,6 +55,15 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def default_kv_cache_bytes(device: str, model_folder: Path) -> int:
+    """Bytes for the KV pool of a model that is not loaded yet."""
+    if device == "cpu":
+        return _CPU_KV_BYTES
+    free_bytes, _ = torch.cuda.mem_get_info()
+    weights_bytes = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
+    return int(max(0, free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
 
 
 def _processor_name() -> str:

@@ -1,57 +1,67 @@
-"""The KV pool: every layer's blocks in one allocation, sized by a budget in bytes."""
+"""The KV pool: memory for the keys and values of every layer, sized by a budget in bytes."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import mmap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from worker_service.attention.interface import LayerCache
+from worker_service.attention.interface import LayerAttention
 from worker_service.domain.capability import DataType, LayerGroup
 from worker_service.domain.columns import NULL_BLOCK
 from worker_service.domain.plan import StepPlan
 from worker_service.load_errors import KVPoolTooLarge, MemoryBudgetTooSmall
-from worker_service.model.config import ModelConfig
+from worker_service.model.spec import DecoderSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerMemory:
+    """One layer's memory: `keys`, `values` [blocks, block_size · kv_head_count · head_dim].
+
+    The executor decides in which order a block holds its numbers.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    kv_head_count: int
+    head_dim: int
 
 
 class KVCache:
-    """Blocks of keys and values, [layers, blocks, block_size, kv_heads, head_dim] each; a forward
-    pass may order what is within a block as it likes.
+    """The memory of all blocks. A block has a part in every layer; `layers` has one per layer.
 
-    Raises KVPoolTooLarge where the host refuses the memory.
-
-    Blocks are zeroed when a sequence takes them, so no row ever meets what another left behind, not
-    even as a masked NaN. Until then the host's memory is not touched.
+    Nothing is written before it is needed, so the host's memory is not touched until then: what a
+    sequence finds in a block that it takes is unspecified. An executor that cannot have that calls
+    `clear_taken`.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
+        layer_groups: tuple[LayerGroup, ...],
         block_count: int,
         block_size: int,
-        data_type: DataType,
         device: torch.device,
     ) -> None:
+        """Raises KVPoolTooLarge where the host refuses the memory."""
         self.block_count = block_count
         self.block_size = block_size
-        self.bytes_per_block = bytes_per_block(config, block_size, data_type)
-        self.layer_groups = _layer_groups(config, data_type)
-        shape = (config.layer_count, block_count, block_size, config.kv_head_count, config.head_dim)
-        dtype = getattr(torch, data_type.value)
-        self._keys = _allocate(shape, dtype, device)
-        self._values = _allocate(shape, dtype, device)
-        self.layers = tuple(
-            LayerCache(keys, values) for keys, values in zip(self._keys, self._values, strict=True)
+        self.bytes_per_block = bytes_per_block(layer_groups, block_size)
+        self.layer_groups = layer_groups
+        self._tensors: list[torch.Tensor] = []
+        layers = dict(
+            pair for group in layer_groups for pair in self._allocate_group(group, device)
         )
+        self.layers = tuple(layers[index] for index in range(len(layers)))
         self.clear_null_block()
 
     @property
     def byte_count(self) -> int:
-        return self._keys.nbytes + self._values.nbytes
+        return self.block_count * self.bytes_per_block
 
     def clear_taken(self, plan: StepPlan) -> None:
         """Zeroes the blocks that the plan hands to sequences without KV of theirs in them."""
@@ -66,13 +76,31 @@ class KVCache:
         self._clear([NULL_BLOCK])
 
     def _clear(self, blocks: Iterable[int]) -> None:
-        indices = torch.tensor(list(blocks), dtype=torch.int64, device=self._keys.device)
+        device = self._tensors[0].device
+        indices = torch.tensor(list(blocks), dtype=torch.int64, device=device)
         if indices.numel():
-            self._keys.index_fill_(1, indices, 0)
-            self._values.index_fill_(1, indices, 0)
+            for tensor in self._tensors:
+                tensor.index_fill_(1, indices, 0)
+
+    def _allocate_group(
+        self, group: LayerGroup, device: torch.device
+    ) -> Iterator[tuple[int, LayerMemory]]:
+        """The memory of each of the group's layers, by the layer's index."""
+        block = self.block_size * group.kv_head_count * group.head_dim
+        shape = (len(group.layer_indices), self.block_count, block)
+        dtype = getattr(torch, group.data_type.value)
+        keys, values = (_allocate(shape, dtype, device, self.byte_count) for _ in range(2))
+        self._tensors += [keys, values]
+        for place, index in enumerate(group.layer_indices):
+            yield (
+                index,
+                LayerMemory(keys[place], values[place], group.kv_head_count, group.head_dim),
+            )
 
 
-def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _allocate(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, pool_bytes: int
+) -> torch.Tensor:
     """Memory of the device, its contents unspecified; on the host in huge pages where it has them.
 
     A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
@@ -85,7 +113,7 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:
         raise KVPoolTooLarge(
-            f"this machine has no {size} bytes for half of the KV pool ({error}): "
+            f"this machine has no {size} bytes, a part of a KV pool of {pool_bytes} ({error}): "
             "give less by --kv-cache-memory-bytes"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -94,18 +122,39 @@ def _allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def bytes_per_block(config: ModelConfig, block_size: int, data_type: DataType) -> int:
+def layer_groups(spec: DecoderSpec, data_type: DataType) -> tuple[LayerGroup, ...]:
+    """Layers whose KV is alike, in order of first appearance."""
+    groups: dict[tuple[int, int, int | None], LayerGroup] = {}
+    for index, layer in enumerate(spec.layers):
+        heads = layer.attention.heads
+        key = (heads.kv_head_count, heads.head_dim, heads.window)
+        group = groups.get(key)
+        if group is None:
+            groups[key] = _group_of(heads, index, data_type)
+        else:
+            groups[key] = replace(group, layer_indices=(*group.layer_indices, index))
+    return tuple(groups.values())
+
+
+def bytes_per_block(groups: Iterable[LayerGroup], block_size: int) -> int:
     """Bytes of one block over all layers, keys and values."""
-    numbers = config.layer_count * block_size * config.kv_head_count * config.head_dim
-    return 2 * numbers * int(getattr(torch, data_type.value).itemsize)
+    return sum(
+        2
+        * len(group.layer_indices)
+        * block_size
+        * group.kv_head_count
+        * group.head_dim
+        * int(getattr(torch, group.data_type.value).itemsize)
+        for group in groups
+    )
 
 
-def blocks_within(budget_bytes: int, config: ModelConfig, block_size: int, dtype: DataType) -> int:
+def blocks_within(budget_bytes: int, groups: Iterable[LayerGroup], block_size: int) -> int:
     """How many blocks the budget holds, the null block included.
 
     Raises MemoryBudgetTooSmall when not even one sequence of one block fits.
     """
-    size = bytes_per_block(config, block_size, dtype)
+    size = bytes_per_block(groups, block_size)
     count = budget_bytes // size
     if count < 2:
         raise MemoryBudgetTooSmall(
@@ -115,17 +164,11 @@ def blocks_within(budget_bytes: int, config: ModelConfig, block_size: int, dtype
     return count
 
 
-def _layer_groups(config: ModelConfig, data_type: DataType) -> tuple[LayerGroup, ...]:
-    """Layers by window, in order of first appearance."""
-    return tuple(
-        LayerGroup(
-            layer_indices=tuple(
-                layer for layer, own in enumerate(config.layer_windows) if own == window
-            ),
-            kv_head_count=config.kv_head_count,
-            head_dim=config.head_dim,
-            data_type=data_type,
-            window_token_count=window,
-        )
-        for window in dict.fromkeys(config.layer_windows)
+def _group_of(heads: LayerAttention, index: int, data_type: DataType) -> LayerGroup:
+    return LayerGroup(
+        layer_indices=(index,),
+        kv_head_count=heads.kv_head_count,
+        head_dim=heads.head_dim,
+        data_type=data_type,
+        window_token_count=heads.window,
     )

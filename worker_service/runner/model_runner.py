@@ -1,7 +1,7 @@
 """The real runner: a plan in, tokens out. Only what all models share.
 
 It joins collaborators and has no policy of its own: RequestState keeps the rows, InputBatch makes
-a step's inputs, the forward pass runs them, the sampler draws.
+a step's inputs, the executor runs them, the sampler draws.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from worker_service.domain.plan import (
     StepResult,
 )
 from worker_service.runner.device import free_bytes
-from worker_service.runner.forward_pass import ForwardPass
+from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
 from worker_service.runner.input_batch import InputBatch, prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
@@ -56,12 +56,12 @@ class ModelRunner:
     def __init__(
         self,
         capability: Capability,
-        forward_pass: ForwardPass,
+        executor: Executor,
         cache: KVCache,
         device: torch.device,
     ) -> None:
         self._capability = capability
-        self._forward_pass = forward_pass
+        self._executor = executor
         self._cache = cache
         self._vocabulary_size = capability.model.vocabulary_size
         self._device = device
@@ -80,9 +80,9 @@ class ModelRunner:
             bytes_per_block=self._cache.bytes_per_block,
             layer_groups=self._cache.layer_groups,
             used_block_count=self._state.used_block_count(),
-            weights_bytes=self._forward_pass.weights_bytes,
+            weights_bytes=self._executor.weights_bytes,
             kv_bytes=self._cache.byte_count,
-            workspace_bytes=self._forward_pass.workspace_bytes,
+            workspace_bytes=self._executor.workspace_bytes,
             free_bytes=free_bytes(self._device),
         )
 
@@ -96,7 +96,7 @@ class ModelRunner:
         state.apply(plan)
         self._held.drop(plan.removed_rows.tolist())
         self._held.drop(rows.tolist())
-        self._forward_pass.take_blocks(plan)
+        self._executor.take_blocks(plan)
         if not rows.size:
             return CompletedStep(StepResult(plan.epoch, plan.step_id))
         logits = self._compute(plan)
@@ -129,7 +129,7 @@ class ModelRunner:
             self._cache.block_size, limits.max_step_token_count, limits.max_sequence_token_count
         )
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
-            logits = self._forward_pass.run(_warm_up_batch(row_count, length))
+            logits = self._executor.run(_warm_up_batch(row_count, length))
             zeros = np.zeros(row_count, dtype=np.int32)
             ones = np.ones(row_count, dtype=np.float32)
             sample(
@@ -142,7 +142,7 @@ class ModelRunner:
     def _compute(self, plan: StepPlan) -> _Logits:
         """Runs an applied plan that schedules rows."""
         batch = prepare(plan, self._state)
-        logits = self._forward_pass.run(batch)
+        logits = self._executor.run(batch)
         self._state.advance(plan.scheduled)
         return _Logits(logits, batch.sampled_rows, batch.sampled_positions)
 

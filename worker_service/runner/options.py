@@ -1,4 +1,4 @@
-"""What a ModelRunner is built from. No torch, so that the application can name it."""
+"""What a ModelRunner is loaded from. No torch, so that the application can name it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ class RunnerOptions:
 
     `device` is "cpu" or "cuda"; `data_type` None takes float32 on the CPU and the model's own
     elsewhere; `kv_cache_bytes` bounds the KV pool; `max_sequence_token_count` None takes the
-    model's own, or what the pool holds if that is less; `attention_backend` None takes the first
-    that can run; `thread_count` is for computing on the CPU; `random_seed` is reported, never used
-    for sampling; `quantization` and `kv_data_type`, None for that of `data_type`, are refused where
-    they cannot be honoured. `progress` is told what is being done, in short lines for people.
+    model's own, or what the pool holds if that is less; `executor` and `attention_backend` None
+    take the first that can run; `thread_count` is for computing on the CPU; `random_seed` is
+    reported, never used for sampling; `quantization` and `kv_data_type`, None for that of
+    `data_type`, are refused where they cannot be honoured. `progress` is told what is being done,
+    in short lines for people.
     """
 
     model_folder: Path
@@ -38,6 +39,7 @@ class RunnerOptions:
     max_sequence_count: int
     max_step_token_count: int
     max_sequence_token_count: int | None
+    executor: str | None
     attention_backend: str | None
     thread_count: int
     random_seed: int

@@ -1,4 +1,4 @@
-"""Which forward pass runs: the first in order that can, or the one that was named."""
+"""Which executor runs: the first in order that can, or the one that was named."""
 
 from __future__ import annotations
 
@@ -8,35 +8,57 @@ from collections.abc import Sequence
 from twinplane.process.logs import fields
 from worker_service.attention.reference import REFERENCE
 from worker_service.attention.torch_backend import TORCH
-from worker_service.load_errors import BackendUnavailable
-from worker_service.runner.compiled_pass import COMPILED
-from worker_service.runner.forward_pass import PassConfig, PassType
-from worker_service.runner.torch_pass import torch_pass
+from worker_service.load_errors import ExecutorUnavailable
+from worker_service.runner.compiled_executor import COMPILED
+from worker_service.runner.executor import ExecutorConfig, ExecutorType
+from worker_service.runner.torch_executor import torch_executor
 
 _logger = logging.getLogger(__name__)
 
-PASSES: tuple[PassType, ...] = (COMPILED, torch_pass(TORCH), torch_pass(REFERENCE))
+EXECUTORS: tuple[ExecutorType, ...] = (COMPILED, torch_executor(TORCH), torch_executor(REFERENCE))
 
 
-def select_pass(
-    config: PassConfig, name: str | None, candidates: Sequence[PassType] = PASSES
-) -> PassType:
-    """The pass `name`, or with None the first candidate whose probe finds nothing against it.
+def select_executor(
+    config: ExecutorConfig,
+    name: str | None,
+    attention_backend: str | None,
+    candidates: Sequence[ExecutorType] = EXECUTORS,
+) -> ExecutorType:
+    """The first candidate of that name and attention backend, None being any, whose probe finds
+    nothing against it.
 
-    Every refusal is logged with its reason. Raises BackendUnavailable when none is left.
+    Every refusal is logged with its reason. Raises ExecutorUnavailable when none is left.
     """
-    considered = [kind for kind in candidates if name is None or kind.name == name]
+    considered = [
+        kind
+        for kind in candidates
+        if name in (None, kind.name) and attention_backend in (None, kind.attention_backend)
+    ]
     if not considered:
-        known = ", ".join(kind.name for kind in candidates)
-        raise BackendUnavailable(f"there is no attention backend {name!r}; there are: {known}")
+        raise ExecutorUnavailable(_unknown(name, attention_backend, candidates))
     refusals = []
     for kind in considered:
         reason = kind.probe(config)
         if reason is None:
-            _logger.info("attention backend chosen", extra=fields(backend=kind.name))
+            _logger.info("executor chosen", extra=fields(executor=str(kind)))
             return kind
-        _logger.warning(
-            "attention backend refused", extra=fields(backend=kind.name, refusal=reason)
+        _logger.warning("executor refused", extra=fields(executor=str(kind), refusal=reason))
+        refusals.append(f"{kind}: {reason}")
+    raise ExecutorUnavailable(f"no executor can run here ({'; '.join(refusals)})")
+
+
+def _unknown(
+    name: str | None, attention_backend: str | None, candidates: Sequence[ExecutorType]
+) -> str:
+    names = list(dict.fromkeys(kind.name for kind in candidates))
+    if name is not None and name not in names:
+        return f"there is no executor {name!r}; there are: {', '.join(names)}"
+    backends = [kind.attention_backend for kind in candidates if kind.attention_backend is not None]
+    if attention_backend in names and attention_backend not in backends:
+        return (
+            f"{attention_backend!r} is an executor, not an attention backend: "
+            f"say --executor {attention_backend}"
         )
-        refusals.append(f"{kind.name}: {reason}")
-    raise BackendUnavailable(f"no attention backend can run here ({'; '.join(refusals)})")
+    if attention_backend in backends:
+        return f"the executor {name!r} has its own attention: leave --attention-backend away"
+    return f"there is no attention backend {attention_backend!r}; there are: {', '.join(backends)}"

@@ -129,6 +129,7 @@ class SimulatedRunner:
             weight_version=self._weight_version,
             limits=model.limits,
             features=frozenset({Feature.HELD_SAMPLING, Feature.BATCH_INVARIANT}),
+            executor="simulated",
             attention_backend="simulated",
             random_seed=model.random_seed,
         )

@@ -105,6 +105,13 @@ class Checkpoint:
             )
         return tensor
 
+    def stored_format(self, name: str) -> str:
+        """The format of the tensor `name` as safetensors writes it: F32, BF16, I8 …
+
+        `name` is one of names().
+        """
+        return str(self._files[name].get_slice(name).get_dtype())
+
     def digest(self) -> str:
         """Hex SHA-256 over config.json and the weight files, each preceded by its name and size.
 
@@ -127,8 +134,14 @@ class Checkpoint:
 
     def _open(self, path: Path) -> None:
         try:
+            # safetensors itself reports a file without read permission as missing.
+            path.open("rb").close()
             handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
             names: Iterable[str] = handle.keys()
+        except PermissionError as error:
+            raise CheckpointInvalid(
+                f"{path} cannot be read: this user has no permission"
+            ) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointInvalid(
                 f"{path} cannot be read as safetensors ({error}); download the model again"

@@ -80,7 +80,7 @@ def test_the_worker_is_asked_in_another_process() -> None:
     assert found["threads"].detail.startswith("3, from the setting")
     assert found["torch"].detail
     assert found["devices"].detail.startswith("cpu")
-    assert found["attention reference"].state is State.OK
+    assert found["executor torch with reference attention"].state is State.OK
 
 
 def test_a_probe_that_fails_is_reported() -> None:
@@ -107,16 +107,16 @@ def test_a_wrong_compiler_is_refused_as_by_a_build(
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
     found = {finding.subject: finding for finding in check_worker(None)}
-    for subject in ("compiler", "attention compiled"):
+    for subject in ("compiler", "executor compiled"):
         assert found[subject].state is State.WARN
         assert "does not run" in found[subject].detail
     assert "CXX" in found["compiler"].fix
 
 
-def test_each_backends_answer_is_a_line() -> None:
+def test_each_executors_answer_is_a_line() -> None:
     findings = judge_worker(replace(PROBE, refusals={"fast": "no AVX2", "slow": None}))[2:]
     assert states(findings) == [State.OK, State.OK, State.WARN, State.OK]
-    assert findings[2].subject == "attention fast"
+    assert findings[2].subject == "executor fast"
     assert findings[2].detail == "no AVX2"
     none_runs = judge_worker(replace(PROBE, refusals={"fast": "no AVX2"}))
     assert none_runs[-1].state is State.FAIL

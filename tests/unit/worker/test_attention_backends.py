@@ -14,6 +14,7 @@ from worker_service.attention.interface import (
     AttentionBatch,
     AttentionConfig,
     BackendType,
+    LayerAttention,
     LayerCache,
 )
 from worker_service.attention.reference import REFERENCE
@@ -33,11 +34,10 @@ class Shape:
 
     def config(self) -> AttentionConfig:
         return AttentionConfig(
-            head_count=self.head_count,
-            kv_head_count=self.kv_head_count,
-            head_dim=self.head_dim,
-            scale=0.31,
-            layer_windows=self.windows,
+            layers=tuple(
+                LayerAttention(self.head_count, self.kv_head_count, self.head_dim, 0.31, window)
+                for window in self.windows
+            ),
             block_size=self.block_size,
             max_length=self.max_length,
             data_type=torch.float32,
@@ -85,7 +85,7 @@ class Device:
     def __init__(self, kind: BackendType, shape: Shape, block_count: int) -> None:
         size = (block_count, shape.block_size, shape.kv_head_count, shape.head_dim)
         caches = tuple(LayerCache(torch.zeros(size), torch.zeros(size)) for _ in shape.windows)
-        self.backend = kind.build(shape.config(), caches)
+        self.backend = kind.create(shape.config(), caches)
 
     def step(self, data: Sequences, rows: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
         """Runs tokens start to end of each row; [layers, tokens, heads, head_dim] of each."""

@@ -55,7 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def build(folder: Path, **changes: Any) -> ModelRunner:
-    return runner_rig.build(folder, attention_backend="compiled", **changes)
+    return runner_rig.build(folder, executor="compiled", **changes)
 
 
 def held_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> torch.Tensor:
@@ -117,11 +117,15 @@ def test_holding_and_sampling_equals_inline(numbers: str, folders: dict[str, Pat
         assert rig.rows[row].tokens == prompt + expected[row]
 
 
-def test_all_backends_choose_the_same_tokens(folders: dict[str, Path]) -> None:
+def test_all_executors_choose_the_same_tokens(folders: dict[str, Path]) -> None:
     for folder in folders.values():
         compiled, torch_, reference = (
-            generate(runner_rig.build(folder, attention_backend=name), PROMPTS, COUNT, chunk=30)
-            for name in ("compiled", "torch", "reference")
+            generate(runner_rig.build(folder, **choice), PROMPTS, COUNT, chunk=30)
+            for choice in (
+                {"executor": "compiled"},
+                {"attention_backend": "torch"},
+                {"attention_backend": "reference"},
+            )
         )
         assert compiled == torch_ == reference
 
@@ -164,7 +168,7 @@ def test_other_arithmetic_is_another_weight_version(folders: dict[str, Path]) ->
     }
     assert len(set(digests.values())) == len(FORMATS)
     assert all(len(digest) == 64 for digest in digests.values())
-    torch_path = runner_rig.build(folders["llama"], attention_backend="torch")
+    torch_path = runner_rig.build(folders["llama"], executor="torch")
     assert torch_path.capability().weight_version.digest == digests["float32"]
     half = runner_rig.build(folders["llama"], data_type=DataType.BFLOAT16)
     assert half.capability().weight_version.digest not in digests.values()

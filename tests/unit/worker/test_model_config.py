@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from worker_service.domain.capability import DataType
-from worker_service.layers.rope import LinearScaling, Unscaled, YarnScaling
+from worker_service.layers.rope import LinearScaling, Rope, Unscaled, YarnScaling
 from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
-from worker_service.model.config import Architecture, ModelConfig, parse_config
+from worker_service.model.registry import describe
+from worker_service.model.spec import DecoderSpec
+from worker_service.model.traits import traits_of
 
 SMALLEST: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,19 +25,49 @@ SMALLEST: dict[str, Any] = {
 }
 
 
-def parsed(**changes: Any) -> ModelConfig:
-    return parse_config({**SMALLEST, **changes})
+MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
+
+
+def parsed(**changes: Any) -> DecoderSpec:
+    return describe({**SMALLEST, **changes})
+
+
+def windows(**changes: Any) -> tuple[int | None, ...]:
+    return tuple(layer.attention.heads.window for layer in parsed(**changes).layers)
+
+
+def biases(spec: DecoderSpec) -> tuple[bool, bool, bool]:
+    """Whether query, key and value, the attention's output, and the feed-forward have biases."""
+    (layer,) = {
+        (
+            len(layer.attention.qkv.biases) == 3,
+            bool(layer.attention.output.biases),
+            len(layer.feed_forward.up.biases) == 2 and bool(layer.feed_forward.down.biases),
+        )
+        for layer in spec.layers
+    }
+    return layer
+
+
+def rope(spec: DecoderSpec) -> Rope:
+    (found,) = {layer.attention.rope for layer in spec.layers}
+    assert found is not None
+    return found
 
 
 def test_defaults_are_those_of_transformers() -> None:
-    config = parsed()
-    assert config.architecture is Architecture.LLAMA
-    assert (config.kv_head_count, config.head_dim, config.norm_epsilon) == (8, 8, 1e-6)
-    assert config.rope.theta == 10000.0
-    assert config.rope.scaling == Unscaled()
-    assert config.layer_windows == (None,) * 4
-    assert config.data_type is None
-    assert not (config.qkv_bias or config.output_bias or config.mlp_bias or config.tied_embeddings)
+    spec = parsed()
+    assert spec.architecture == "LlamaForCausalLM"
+    heads = spec.layers[0].attention.heads
+    assert (heads.kv_head_count, heads.head_dim, heads.scale) == (8, 8, 1 / math.sqrt(8))
+    assert spec.final_norm.epsilon == 1e-6
+    assert rope(spec) == Rope(10000.0, 8, Unscaled())
+    assert windows() == (None,) * 4
+    assert spec.data_type is None
+    assert biases(spec) == (False, False, False)
+    assert spec.head is not None
+    assert not traits_of(spec)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -43,37 +76,57 @@ def test_both_names_of_the_data_type_are_read(key: str) -> None:
 
 
 def test_biases_follow_the_architecture() -> None:
-    qwen2 = parsed(architectures=["Qwen2ForCausalLM"])
-    assert (qwen2.qkv_bias, qwen2.output_bias, qwen2.mlp_bias) == (True, False, False)
-    biased = parsed(attention_bias=True, mlp_bias=True)
-    assert (biased.qkv_bias, biased.output_bias, biased.mlp_bias) == (True, True, True)
+    assert biases(parsed(**QWEN2)) == (True, False, False)
+    assert biases(parsed(attention_bias=True, mlp_bias=True)) == (True, True, True)
 
 
 def test_windows_follow_the_architecture() -> None:
-    assert parsed(sliding_window=7).layer_windows == (None,) * 4
-    mistral = {"architectures": ["MistralForCausalLM"]}
-    assert parsed(**mistral, sliding_window=7).layer_windows == (7,) * 4
-    assert parsed(**mistral, sliding_window=None).layer_windows == (None,) * 4
-    qwen2 = {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 7}
-    assert parsed(**qwen2).layer_windows == (None,) * 4
-    older = parsed(**qwen2, use_sliding_window=True, max_window_layers=3)
-    assert older.layer_windows == (None, None, None, 7)
+    assert windows(sliding_window=7) == (None,) * 4
+    assert windows(**MISTRAL, sliding_window=7) == (7,) * 4
+    assert windows(**MISTRAL, sliding_window=None) == (None,) * 4
+    assert windows(**MISTRAL) == (4096,) * 4  # transformers' default
+    assert windows(**QWEN2, sliding_window=7) == (None,) * 4
+    used = {**QWEN2, "use_sliding_window": True, "sliding_window": 7}
+    assert windows(**used, max_window_layers=3) == (None, None, None, 7)
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    newer = parsed(**qwen2, use_sliding_window=True, layer_types=kinds)
-    assert newer.layer_windows == (7, None, 7, None)
+    assert windows(**used, layer_types=kinds) == (7, None, 7, None)
+
+
+def test_tensors_have_the_names_and_shapes_of_transformers() -> None:
+    spec = parsed(num_key_value_heads=2, num_hidden_layers=1, attention_bias=True)
+    shapes = {tensor.name.removeprefix("model."): tensor.shape for tensor in spec.tensors()}
+    assert shapes == {
+        "embed_tokens.weight": (100, 64),
+        "layers.0.input_layernorm.weight": (64,),
+        "layers.0.self_attn.q_proj.weight": (64, 64),
+        "layers.0.self_attn.k_proj.weight": (16, 64),
+        "layers.0.self_attn.v_proj.weight": (16, 64),
+        "layers.0.self_attn.o_proj.weight": (64, 64),
+        "layers.0.self_attn.q_proj.bias": (64,),
+        "layers.0.self_attn.k_proj.bias": (16,),
+        "layers.0.self_attn.v_proj.bias": (16,),
+        "layers.0.self_attn.o_proj.bias": (64,),
+        "layers.0.post_attention_layernorm.weight": (64,),
+        "layers.0.mlp.gate_proj.weight": (128, 64),
+        "layers.0.mlp.up_proj.weight": (128, 64),
+        "layers.0.mlp.down_proj.weight": (64, 128),
+        "norm.weight": (64,),
+        "lm_head.weight": (100, 64),
+    }
+    assert (spec.layers[0].attention.qkv.output_count, spec.vocabulary_size) == (96, 100)
 
 
 def test_rope_is_read_in_both_generations() -> None:
     new = parsed(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 7.0})
     old = parsed(rope_scaling={"type": "linear", "factor": 2.0}, rope_theta=7.0)
-    assert new.rope == old.rope
-    assert new.rope.scaling == LinearScaling(2.0)
+    assert rope(new) == rope(old)
+    assert rope(new).scaling == LinearScaling(2.0)
 
 
 def test_the_original_length_outside_the_scaling_wins_as_in_transformers() -> None:
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 99}
-    inside = parsed(rope_scaling=scaling).rope.scaling
-    outside = parsed(rope_scaling=scaling, original_max_position_embeddings=77).rope.scaling
+    inside = rope(parsed(rope_scaling=scaling)).scaling
+    outside = rope(parsed(rope_scaling=scaling, original_max_position_embeddings=77)).scaling
     assert isinstance(inside, YarnScaling)
     assert isinstance(outside, YarnScaling)
     assert (inside.original_length, outside.original_length) == (99, 77)

@@ -22,7 +22,7 @@ from worker_service.domain.capability import DataType, DeviceKind, Feature
 from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
 from worker_service.domain.plan import GrammarMasks, OutputKind, RowFaultKind, SamplingParameters
 from worker_service.load_errors import (
-    BackendUnavailable,
+    ExecutorUnavailable,
     KVPoolTooLarge,
     LoadError,
     MemoryBudgetTooSmall,
@@ -367,8 +367,8 @@ def test_a_kernel_without_huge_pages_serves_from_small_ones(
         ({"max_sequence_token_count": MAX_LENGTH + 1}, LoadError, f"takes {MAX_LENGTH}"),
         (
             {"attention_backend": "quantum"},
-            BackendUnavailable,
-            "there are: compiled, torch, reference",
+            ExecutorUnavailable,
+            "there are: torch, reference",
         ),
         ({"device": "cuda:7"}, LoadError, "is not here"),
         ({"device": "abacus"}, LoadError, "use cpu or cuda"),

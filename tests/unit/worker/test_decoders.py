@@ -1,9 +1,11 @@
-"""Our decoder against transformers on the same random weights, position by position."""
+"""Our decoders against transformers on the same random weights, position by position."""
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +20,32 @@ from tests.support.tiny_llama import (
     llama,
     mistral,
     qwen2,
+    qwen3,
     reference_logits,
     save,
 )
-from worker_service.attention.interface import AttentionConfig
+from tests.support.tiny_spec import (
+    save_random,
+    tiny_spec,
+    with_attention,
+    with_head_norms,
+    with_layers,
+)
 from worker_service.domain.capability import DataType, Limits
 from worker_service.layers.linear import DenseLinear, PackedLinear, make_linear
-from worker_service.model.config import parse_config
-from worker_service.runner.forward_pass import PassConfig
+from worker_service.model.loader import WeightLoader
+from worker_service.model.registry import describe
+from worker_service.model.spec import DecoderSpec, LayerSpec
+from worker_service.runner.compiled_executor import COMPILED
+from worker_service.runner.executor import ExecutorConfig, ExecutorType
 from worker_service.runner.input_batch import InputBatch
-from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.kv_cache import KVCache, bytes_per_block, layer_groups
 from worker_service.runner.options import Quantization
-from worker_service.runner.selection import PASSES, select_pass
+from worker_service.runner.selection import EXECUTORS
 from worker_service.weights.checkpoint import Checkpoint
 
 BLOCK_SIZE = 8
+TORCH_EXECUTOR = EXECUTORS[1]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -46,40 +59,43 @@ LLAMA3 = {
 class Loaded:
     """A model from a folder with one sequence's cache, driven without a runner.
 
-    Its blocks hold NaN where nothing is written, if the pass promises not to look there.
+    Its blocks hold NaN where nothing is written, if the executor promises not to look there.
     """
 
-    def __init__(self, folder: Path, backend: str = "torch") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        kind: ExecutorType = TORCH_EXECUTOR,
+        spec: DecoderSpec | None = None,
+    ) -> None:
+        """The folder's config describes the model where there is no `spec`."""
+        with torch.inference_mode(), Checkpoint(folder) as checkpoint:
+            self._load(spec or describe(checkpoint.config), checkpoint, kind)
+
+    def _load(self, spec: DecoderSpec, checkpoint: Checkpoint, kind: ExecutorType) -> None:
         device = torch.device("cpu")
         self.block_count = MAX_LENGTH // BLOCK_SIZE
-        with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-            config = parse_config(checkpoint.config)
-            attention = AttentionConfig(
-                config.head_count,
-                config.kv_head_count,
-                config.head_dim,
-                config.head_dim**-0.5,
-                config.layer_windows,
-                BLOCK_SIZE,
-                MAX_LENGTH,
-                torch.float32,
-                device,
-            )
-            pass_config = PassConfig(
-                attention=attention,
-                limits=Limits(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
-                quantization=Quantization.NONE,
-                kv_data_type=DataType.FLOAT32,
-                thread_count=2,
-                progress=lambda line: None,
-            )
-            cache = KVCache(config, self.block_count + 1, BLOCK_SIZE, DataType.FLOAT32, device)
-            unwritten = math.nan if backend == "compiled" else 0.0
-            for layer in cache.layers:
-                layer.keys.fill_(unwritten)
-                layer.values.fill_(unwritten)
-            chosen = select_pass(pass_config, backend)
-            self.forward_pass = chosen.build(pass_config, config, checkpoint, cache)
+        config = ExecutorConfig(
+            spec=spec,
+            device=device,
+            data_type=torch.float32,
+            quantization=Quantization.NONE,
+            kv_data_type=DataType.FLOAT32,
+            block_size=BLOCK_SIZE,
+            limits=Limits(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
+            thread_count=2,
+            progress=lambda line: None,
+        )
+        groups = layer_groups(spec, DataType.FLOAT32)
+        cache = KVCache(groups, self.block_count + 1, BLOCK_SIZE, device)
+        unwritten = math.nan if kind.attention_backend is None else 0.0
+        for layer in cache.layers:
+            layer.keys.fill_(unwritten)
+            layer.values.fill_(unwritten)
+        assert kind.probe(config) is None
+        loader = WeightLoader(checkpoint, spec, torch.float32, device)
+        self.executor = kind.load(config, loader, cache)
+        loader.finish()
 
     def run(self, tokens: list[int], start: int, wanted: list[int]) -> torch.Tensor:
         """float32 [wanted, vocabulary] of one step of `tokens` from position `start` on."""
@@ -87,7 +103,7 @@ class Loaded:
         positions = np.arange(start, start + count, dtype=np.int32)
         zero = np.zeros(len(wanted), dtype=np.int32)
         with torch.inference_mode():
-            return self.forward_pass.run(
+            return self.executor.run(
                 InputBatch(
                     rows=zero[:1],
                     query_lengths=np.array([count], dtype=np.int32),
@@ -117,7 +133,7 @@ def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, VOCABULARY, length).tolist()
 
 
-BACKENDS = [kind.name for kind in PASSES]
+by_executor = pytest.mark.parametrize("kind", EXECUTORS, ids=str)
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "grouped": llama,
     "multi-head": lambda: llama(num_key_value_heads=6),
@@ -147,12 +163,12 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@by_executor
 def test_logits_equal_transformers_at_every_position(
-    name: str, backend: str, tmp_path: Path
+    name: str, kind: ExecutorType, tmp_path: Path
 ) -> None:
     reference = MODELS[name]()
-    loaded = Loaded(save(reference, tmp_path), backend)
+    loaded = Loaded(save(reference, tmp_path), kind)
     tokens = prompt(90)
     expected = reference_logits(reference, tokens)
     whole = loaded.logits(tokens, [90])
@@ -163,7 +179,7 @@ def test_logits_equal_transformers_at_every_position(
 
 @pytest.mark.parametrize("name", ["grouped", "multi-head", "biased", "mistral-window"])
 def test_chunks_do_not_change_a_bit(name: str, tmp_path: Path) -> None:
-    loaded = Loaded(save(MODELS[name](), tmp_path), "compiled")
+    loaded = Loaded(save(MODELS[name](), tmp_path), COMPILED)
     tokens = prompt(150)
     whole = loaded.logits(tokens, [150])
     for chunks in ([75, 75], [1, 149], [33, 1, 1, 1, 114], [16] * 9 + [6]):
@@ -193,10 +209,10 @@ def test_folders_of_older_transformers_mean_the_same(
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@by_executor
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_length(
-    backend: str, tmp_path: Path
+    kind: ExecutorType, tmp_path: Path
 ) -> None:
     """Past it, transformers' result depends on a prompt's cuts; ours is that of single steps."""
     original = 24
@@ -204,7 +220,7 @@ def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_lengt
         max_position_embeddings=original,
         rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     )
-    loaded = Loaded(save(reference, tmp_path), backend)
+    loaded = Loaded(save(reference, tmp_path), kind)
     tokens = prompt(48)
     rows, cache = [], None
     with torch.inference_mode():
@@ -218,9 +234,73 @@ def test_dynamic_scaling_follows_token_by_token_decoding_past_the_original_lengt
     assert (reference_logits(plain, tokens)[original:] - expected[original:]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_only_the_wanted_logits_are_computed(backend: str, tmp_path: Path) -> None:
-    loaded = Loaded(save(llama(), tmp_path), backend)
+@by_executor
+def test_norms_of_heads_equal_transformers(kind: ExecutorType, tmp_path: Path) -> None:
+    reference = qwen3()
+    folder = save(reference, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    spec = with_head_norms(describe({**config, "architectures": ["LlamaForCausalLM"]}))
+    tokens = prompt(40)
+    torch.testing.assert_close(
+        Loaded(folder, kind, spec).logits(tokens, [17, 1, 22]),
+        reference_logits(reference, tokens),
+        rtol=1e-4,
+        atol=2e-4,
+    )
+
+
+def with_part_rotated(spec: DecoderSpec, rotary_dim: int) -> DecoderSpec:
+    return with_attention(
+        spec,
+        lambda _, own: replace(own, rope=own.rope and replace(own.rope, rotary_dim=rotary_dim)),
+    )
+
+
+def test_executors_agree_on_heads_that_are_rotated_in_part(tmp_path: Path) -> None:
+    whole = tiny_spec(max_position_embeddings=MAX_LENGTH)
+    folder, spec = save_random(whole, tmp_path), with_part_rotated(whole, 4)
+    tokens = [token % 32 for token in prompt(60)]
+    compiled, torch_, reference = (
+        Loaded(folder, kind, spec).logits(tokens, [50, 1, 9]) for kind in EXECUTORS
+    )
+    torch.testing.assert_close(compiled, reference, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(torch_, reference, rtol=1e-4, atol=1e-5)
+    entirely = Loaded(folder, COMPILED, whole).logits(tokens, [60])
+    assert (entirely - compiled).abs().max() > 1e-3
+
+
+def test_layers_may_differ_in_shape(tmp_path: Path) -> None:
+    """Each with heads, KV heads, a window and a feed-forward block of its own."""
+    mixed = with_layers(tiny_spec(), own_shapes)
+    groups = layer_groups(mixed, DataType.FLOAT32)
+    assert [(g.layer_indices, g.kv_head_count, g.window_token_count) for g in groups] == [
+        ((0,), 1, None),
+        ((1,), 2, 13),
+    ]
+    assert bytes_per_block(groups, 16) == 2 * 16 * 4 * (8 + 2 * 8)
+    folder = save_random(mixed, tmp_path)
+    tokens = [token % 32 for token in prompt(60)]
+    _, torch_, reference = EXECUTORS
+    expected = Loaded(folder, reference, mixed).logits(tokens, [60])
+    for chunks in ([60], [7, 1, 1, 40, 11]):
+        got = Loaded(folder, torch_, mixed).logits(tokens, chunks)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def own_shapes(index: int, layer: LayerSpec) -> LayerSpec:
+    """Layer 1: twice the heads, a window, and a wider feed-forward block than layer 0."""
+    if index == 0:
+        return layer
+    wide = tiny_spec(
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40
+    ).layers[index]
+    heads = replace(wide.attention.heads, window=13)
+    return replace(wide, attention=replace(wide.attention, heads=heads))
+
+
+@by_executor
+def test_only_the_wanted_logits_are_computed(kind: ExecutorType, tmp_path: Path) -> None:
+    loaded = Loaded(save(llama(), tmp_path), kind)
     tokens = prompt(20)
     whole = loaded.logits(tokens, [20])
     assert torch.equal(loaded.run(tokens, 0, [19, 4]), whole[[19, 4]])

@@ -1,4 +1,4 @@
-"""The forward pass in our compiled CPU kernels: float32, or int8 weights, one call per step."""
+"""The executor in our compiled CPU kernels: float32, or int8 weights, one call per step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import torch
 
 from twinplane.process.logs import fields
-from worker_service.attention.interface import LayerCache
 from worker_service.domain.capability import Feature
 from worker_service.domain.plan import StepPlan
 from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
@@ -19,25 +18,24 @@ from worker_service.kernels.cpu.ops import (
     StepBatch,
     instruction_set_for,
 )
-from worker_service.load_errors import BackendUnavailable
-from worker_service.model.compiled_llama import CompiledLlama
-from worker_service.model.config import ModelConfig
+from worker_service.load_errors import ExecutorUnavailable
+from worker_service.model.compiled_decoder import SUPPORTED_TRAITS, CompiledDecoder
 from worker_service.model.loader import WeightLoader
-from worker_service.runner.forward_pass import ForwardPass, PassConfig, PassType
+from worker_service.model.traits import refusal
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
 from worker_service.runner.input_batch import InputBatch
-from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
-from worker_service.weights.checkpoint import Checkpoint
 
 _INT8_GROUP = 128
 
 _logger = logging.getLogger(__name__)
 
 
-class CompiledPass:
-    """See ForwardPass. Never reads a KV slot that its row has not written: none is cleared."""
+class CompiledExecutor:
+    """See Executor. Never reads a KV slot that its row has not written, so none is cleared."""
 
-    def __init__(self, model: CompiledLlama) -> None:
+    def __init__(self, model: CompiledDecoder) -> None:
         self._model = model
 
     @property
@@ -49,7 +47,7 @@ class CompiledPass:
         return self._model.workspace_bytes
 
     def take_blocks(self, plan: StepPlan) -> None:
-        """Nothing is to be done: see the class."""
+        """Does nothing: see the class."""
 
     def run(self, batch: InputBatch) -> torch.Tensor:
         return self._model.forward(
@@ -65,12 +63,14 @@ class CompiledPass:
         )
 
 
-def _probe(config: PassConfig) -> str | None:
-    attention = config.attention
-    if attention.device.type != "cpu":
-        return f"the kernels are for the CPU, not for {attention.device.type}"
-    if attention.data_type is not torch.float32:
-        return f"the kernels compute in float32, not in {str(attention.data_type).split('.')[-1]}"
+def _probe(config: ExecutorConfig) -> str | None:
+    if config.device.type != "cpu":
+        return f"the kernels are for the CPU, not for {config.device.type}"
+    if config.data_type is not torch.float32:
+        return f"the kernels compute in float32, not in {str(config.data_type).split('.')[-1]}"
+    lacking = refusal(config.spec, SUPPORTED_TRAITS)
+    if lacking is not None:
+        return lacking
     try:
         _open(config, threads=1).close()
     except KernelsUnavailable as unavailable:
@@ -78,11 +78,12 @@ def _probe(config: PassConfig) -> str | None:
     return None
 
 
-def _open(config: PassConfig, threads: int) -> CpuKernels:
+def _open(config: ExecutorConfig, threads: int) -> CpuKernels:
     """Raises KernelsUnavailable. Builds the library first if it is not there."""
     path = ensure_library(default_cache(os.environ), _log_build, os.environ)
     best = Context(path, threads, None)
-    fitting = instruction_set_for(config.attention.head_dim, best.supported())
+    head_dim = config.spec.layers[0].attention.heads.head_dim
+    fitting = instruction_set_for(head_dim, best.supported())
     if fitting is best.instruction_set:
         return CpuKernels(best)
     best.close()
@@ -94,37 +95,36 @@ def _log_build(line: str) -> None:
     _logger.info("building kernels", extra=fields(doing=line))
 
 
-def _build(
-    config: PassConfig, model_config: ModelConfig, checkpoint: Checkpoint, cache: KVCache
-) -> ForwardPass:
+def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Executor:
     try:
         kernels = _open(config, config.thread_count)
     except KernelsUnavailable as unavailable:
-        raise BackendUnavailable(f"the compiled kernels cannot run: {unavailable}") from unavailable
-    attention, limits = config.attention, config.limits
-    model = CompiledLlama(
+        raise ExecutorUnavailable(
+            f"the compiled kernels cannot run: {unavailable}"
+        ) from unavailable
+    model = CompiledDecoder(
         kernels,
-        model_config,
-        WeightLoader(checkpoint, attention.data_type, attention.device),
-        [_own_layout(layer) for layer in cache.layers],
-        max_length=attention.max_length,
-        max_tokens=limits.max_step_token_count,
-        max_rows=limits.max_sequence_count,
+        config.spec,
+        loader,
+        [_paged_cache(layer, cache.block_size) for layer in cache.layers],
+        max_length=config.limits.max_sequence_token_count,
+        max_tokens=config.limits.max_step_token_count,
+        max_rows=config.limits.max_sequence_count,
         group_size=_INT8_GROUP if config.quantization is Quantization.INT8 else None,
         progress=config.progress,
     )
-    return CompiledPass(model)
+    return CompiledExecutor(model)
 
 
-def _own_layout(layer: LayerCache) -> PagedCache:
-    """The same memory, in the order that the kernels keep in each block."""
-    blocks, block_size, kv_heads, head_dim = layer.keys.shape
+def _paged_cache(layer: LayerMemory, block_size: int) -> PagedCache:
+    """The layer's memory in the order that the kernels keep in each block."""
+    heads, dim = layer.kv_head_count, layer.head_dim
     return PagedCache(
-        layer.keys.view(blocks, kv_heads, head_dim, block_size),
-        layer.values.view(blocks, kv_heads, block_size, head_dim),
+        layer.keys.view(-1, heads, dim, block_size),
+        layer.values.view(-1, heads, block_size, dim),
     )
 
 
-COMPILED = PassType(
-    "compiled", frozenset({Feature.BATCH_INVARIANT}), _probe, _build, has_own_threads=True
+COMPILED = ExecutorType(
+    "compiled", None, frozenset({Feature.BATCH_INVARIANT}), _probe, _load, has_own_threads=True
 )

@@ -1,0 +1,84 @@
+"""What runs a whole forward pass: a step's inputs become logits. And what it is loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from worker_service.domain.capability import DataType, Feature, Limits
+from worker_service.domain.plan import StepPlan
+from worker_service.model.loader import WeightLoader
+from worker_service.model.spec import DecoderSpec
+from worker_service.runner.input_batch import InputBatch
+from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.options import Quantization
+
+
+class Executor(Protocol):
+    """A loaded model over a KV pool. Belongs to the device's thread."""
+
+    @property
+    def weights_bytes(self) -> int:
+        """Memory of weights and tables, packed copies included."""
+        ...
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory of the buffers kept between steps."""
+        ...
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        """Readies the blocks that an applied plan hands to sequences. Once, before `run`."""
+        ...
+
+    def run(self, batch: InputBatch) -> torch.Tensor:
+        """Writes the step's KV and returns logits [S, vocabulary] of its sampled rows.
+
+        The caller may overwrite the tensor, and the next run does.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """What an executor has to serve: the model, its formats and the bounds of a step.
+
+    `data_type` is what it computes in. `thread_count` is for an executor
+    with threads of its own.
+    """
+
+    spec: DecoderSpec
+    device: torch.device
+    data_type: torch.dtype
+    quantization: Quantization
+    kv_data_type: DataType
+    block_size: int
+    limits: Limits
+    thread_count: int
+    progress: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorType:
+    """An executor that could be chosen.
+
+    `attention_backend`: the backend that it attends by; None where attention is its own. `probe`
+    says why it cannot run here, None when it can. `load` takes the weights and makes its caches
+    from the pool's memory; it raises LoadError. `features`: what it promises beyond the basic step.
+    `has_own_threads`: it computes on threads of its own, not on torch's.
+    """
+
+    name: str
+    attention_backend: str | None
+    features: frozenset[Feature]
+    probe: Callable[[ExecutorConfig], str | None]
+    load: Callable[[ExecutorConfig, WeightLoader, KVCache], Executor]
+    has_own_threads: bool = False
+
+    def __str__(self) -> str:
+        if self.attention_backend is None:
+            return self.name
+        return f"{self.name} with {self.attention_backend} attention"

@@ -1,0 +1,109 @@
+"""The executor in torch: a TorchDecoder over an attention backend, on any device, in any dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from worker_service.attention.interface import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionConfig,
+    BackendType,
+    LayerCache,
+)
+from worker_service.domain.columns import IntColumn
+from worker_service.domain.plan import StepPlan
+from worker_service.model.loader import WeightLoader
+from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
+from worker_service.model.traits import refusal
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
+from worker_service.runner.input_batch import InputBatch
+from worker_service.runner.kv_cache import KVCache, LayerMemory
+from worker_service.runner.options import Quantization
+
+
+class TorchExecutor:
+    """See Executor."""
+
+    def __init__(
+        self, model: TorchDecoder, backend: AttentionBackend, cache: KVCache, device: torch.device
+    ) -> None:
+        self._model = model
+        self._backend = backend
+        self._cache = cache
+        self._device = device
+
+    @property
+    def weights_bytes(self) -> int:
+        return self._model.weights_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self._backend.workspace_bytes
+
+    def take_blocks(self, plan: StepPlan) -> None:
+        # Masked positions are still multiplied here: none may hold a NaN.
+        self._cache.clear_taken(plan)
+
+    def run(self, batch: InputBatch) -> torch.Tensor:
+        attention = self._backend.plan(
+            AttentionBatch(
+                query_lengths=batch.query_lengths,
+                query_starts=batch.query_starts,
+                context_lengths=batch.context_lengths,
+                block_tables=batch.block_tables,
+                slots=batch.slots,
+            )
+        )
+        return self._model.forward(
+            self._to_device(batch.token_ids),
+            self._to_device(batch.positions),
+            attention,
+            self._to_device(batch.logit_indices),
+        )
+
+    def _to_device(self, column: IntColumn) -> torch.Tensor:
+        return torch.from_numpy(column.astype(np.int64)).to(self._device)
+
+
+def torch_executor(backend: BackendType) -> ExecutorType:
+    """The torch executor with this attention backend."""
+
+    def probe(config: ExecutorConfig) -> str | None:
+        if config.quantization is not Quantization.NONE:
+            return f"{config.quantization.value} weights need the compiled executor"
+        if getattr(torch, config.kv_data_type.value) is not config.data_type:
+            return f"{config.kv_data_type.value} KV under other weights needs the compiled executor"
+        return refusal(config.spec, SUPPORTED_TRAITS) or backend.probe(_attention(config))
+
+    def load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Executor:
+        model = TorchDecoder(
+            config.spec,
+            loader,
+            config.limits.max_sequence_token_count,
+            config.data_type,
+            config.device,
+            config.progress,
+        )
+        caches = tuple(_layer_cache(layer, cache.block_size) for layer in cache.layers)
+        return TorchExecutor(
+            model, backend.create(_attention(config), caches), cache, config.device
+        )
+
+    return ExecutorType("torch", backend.name, frozenset(), probe, load)
+
+
+def _attention(config: ExecutorConfig) -> AttentionConfig:
+    return AttentionConfig(
+        layers=tuple(layer.attention.heads for layer in config.spec.layers),
+        block_size=config.block_size,
+        max_length=config.limits.max_sequence_token_count,
+        data_type=config.data_type,
+        device=config.device,
+    )
+
+
+def _layer_cache(layer: LayerMemory, block_size: int) -> LayerCache:
+    shape = (-1, block_size, layer.kv_head_count, layer.head_dim)
+    return LayerCache(layer.keys.view(shape), layer.values.view(shape))
