@@ -83,7 +83,7 @@ def _open(config: ExecutorConfig, threads: int) -> CpuKernels:
     path = ensure_library(default_cache(os.environ), _log_build, os.environ)
     best = Context(path, threads, None)
     head_dim = config.spec.layers[0].attention.heads.head_dim
-    fitting = instruction_set_for(head_dim, best.supported())
+    fitting = instruction_set_for(head_dim, best.head_dim_multiples)
     if fitting is best.instruction_set:
         return CpuKernels(best)
     best.close()

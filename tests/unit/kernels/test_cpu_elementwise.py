@@ -1,11 +1,10 @@
-"""Norm, activation, row statistics and rotary embedding against float64."""
+"""Norm, activation and rotary embedding against float64."""
 
 from __future__ import annotations
 
 import math
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -86,39 +85,6 @@ def test_exponential_is_within_two_units_in_the_last_place(cpu: CpuKernels) -> N
     out = cpu.silu_multiply(torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x))
     exact = x.double() / (1 + torch.exp(-x.double()))
     assert float(((out.double() - exact) / exact).abs().max()) < 4 * 2**-24
-
-
-@given(
-    rows=st.integers(0, 9),
-    width=st.integers(1, 500),
-    spread=st.sampled_from([0.0, 1.0, 30.0, 1000.0]),
-    seed=st.integers(0, 2**31),
-)
-@example_budget
-def test_row_statistics(
-    cpu: CpuKernels, buffers, rows: int, width: int, spread: float, seed: int
-) -> None:
-    x = (normal(seed, rows, width) * spread).round()  # rounded, so that ties are common
-    watched = buffers()
-    lse, argmax = watched.poisoned(rows), torch.full((rows,), -7, dtype=torch.int32)
-    cpu.row_statistics(x, lse, argmax)
-    watched.check()
-    torch.testing.assert_close(lse.double(), x.double().logsumexp(dim=1), rtol=1e-6, atol=1e-5)
-    assert argmax.tolist() == x.numpy().argmax(axis=1).tolist()
-
-
-def test_row_statistics_of_odd_values(cpu: CpuKernels) -> None:
-    x = normal(3, 6, 100)
-    x[0, 50] = math.nan
-    x[1, 20] = x[1, 60] = math.inf
-    x[2] = -math.inf
-    x[3, :99] = -math.inf
-    x[4, 99] = math.nan
-    lse, argmax = torch.empty(6), torch.empty(6, dtype=torch.int32)
-    cpu.row_statistics(x, lse, argmax)
-    assert argmax.tolist() == [-1, 20, 0, 99, -1, int(x[5].argmax())]
-    assert math.isnan(lse[0]) and lse[1] == math.inf and lse[2] == -math.inf
-    assert float(lse[3]) == pytest.approx(float(x[3, 99])) and math.isnan(lse[4])
 
 
 @given(

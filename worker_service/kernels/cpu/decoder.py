@@ -1,15 +1,16 @@
-"""A whole Llama-style decoder as one call per step: the CPU runner's fast path.
+"""A whole decoder as one call per step.
 
-The layers' pointers are laid out once; a step passes the batch, the hidden rows and where the
-logits go. Use the single kernels where something stands between the layers (adapters, tensor
-parallel sums); the arithmetic is the same, to the bit.
+The layers' pointers are laid out once. A step passes the batch, the hidden rows and where the
+logits go. The single kernels serve where something stands between the layers (adapters, tensor
+parallel sums): their arithmetic is the same, to the bit.
 """
 
 from __future__ import annotations
 
-import ctypes
+from ctypes import pointer
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from worker_service.domain.columns import IntColumn
@@ -119,31 +120,18 @@ class Decoder:
         count = int(logit_indices.size)
         assert hidden.shape == (batch.token_count, self._hidden)
         assert logits.shape == (count, self._vocabulary)
-        if count:
-            self._run(hidden, batch, logit_indices, address(logits))
-        else:
-            self._run(hidden, batch, logit_indices, None)
-        return logits
-
-    def hidden_states(self, hidden: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Replaces the embedded tokens `hidden` [T, hidden] by their final normed states."""
-        assert hidden.shape == (batch.token_count, self._hidden)
-        self._run(hidden, batch, batch.slots[:0], None)
-        return hidden
-
-    def _run(
-        self, hidden: torch.Tensor, batch: StepBatch, indices: IntColumn, logits: int | None
-    ) -> None:
-        assert indices.dtype == batch.slots.dtype and indices.flags.c_contiguous
-        self._kernels.context.call(
-            "decode",
-            ctypes.byref(self._model),
-            ctypes.byref(batch.descriptor()),
-            address(hidden),
-            indices.ctypes.data,
-            indices.size,
-            logits,
+        assert logit_indices.dtype == np.int32 and logit_indices.flags.c_contiguous
+        self._kernels.context.run(
+            library.DecodeCall(
+                model=pointer(self._model),
+                batch=pointer(batch.descriptor()),
+                hidden=address(hidden),
+                logit_indices=logit_indices.ctypes.data,
+                logit_count=count,
+                logits=address(logits) if count else None,
+            )
         )
+        return logits
 
 
 def _describe(layer: DecoderLayer, shape: DecoderShape, first: library.Cache) -> library.Layer:

@@ -14,8 +14,8 @@ from typing import ClassVar
 
 from worker_service.kernels.cpu.compiler import KernelsUnavailable
 
-_ABI_VERSION = 3
-# Sums of so many products, int8 by int16, keep within int32.
+_ABI_VERSION = 4
+# Sums of this many products, int8 by int16, stay within int32.
 MAX_GROUP_SIZE = 512
 
 
@@ -113,31 +113,149 @@ class Model(Structure):
     ]
 
 
-_P, _I, _F = c_void_p, c_int64, c_float
+class Call(Structure):
+    """The arguments of one kernel, named as the library's function is after twk_.
+
+    A structure keeps what its `pointer` fields point to alive, but not what its addresses do.
+    """
+
+    kernel: ClassVar[str]
+
+
+class PackCall(Call):
+    """TwkPackCall."""
+
+    kernel = "pack"
+    _fields_: ClassVar = [
+        ("packed", POINTER(Packed)),
+        ("weight", c_void_p),
+        ("weight_stride", c_int64),
+    ]
+
+
+class LinearCall(Call):
+    """TwkLinearCall."""
+
+    kernel = "linear"
+    _fields_: ClassVar = [
+        ("packed", POINTER(Packed)),
+        ("bias", c_void_p),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("rows", c_int64),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+    ]
+
+
+class GatherCall(Call):
+    """TwkGatherCall."""
+
+    kernel = "gather"
+    _fields_: ClassVar = [
+        ("packed", POINTER(Packed)),
+        ("ids", c_void_p),
+        ("count", c_int64),
+        ("out", c_void_p),
+    ]
+
+
+class RmsNormCall(Call):
+    """TwkRmsNormCall."""
+
+    kernel = "rms_norm"
+    _fields_: ClassVar = [
+        ("x", c_void_p),
+        ("added", c_void_p),
+        ("weight", c_void_p),
+        ("epsilon", c_float),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("out", c_void_p),
+    ]
+
+
+class SiluMultiplyCall(Call):
+    """TwkSiluMultiplyCall."""
+
+    kernel = "silu_multiply"
+    _fields_: ClassVar = [
+        ("gate_up", c_void_p),
+        ("rows", c_int64),
+        ("width", c_int64),
+        ("out", c_void_p),
+    ]
+
+
+class RopeWriteCall(Call):
+    """TwkRopeWriteCall."""
+
+    kernel = "rope_write"
+    _fields_: ClassVar = [
+        ("qkv", c_void_p),
+        ("stride", c_int64),
+        ("q_heads", c_int64),
+        ("rotary_dim", c_int64),
+        ("cosines", c_void_p),
+        ("sines", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("epsilon", c_float),
+        ("cache", POINTER(Cache)),
+        ("batch", POINTER(Batch)),
+    ]
+
+
+class AttentionCall(Call):
+    """TwkAttentionCall."""
+
+    kernel = "attention"
+    _fields_: ClassVar = [
+        ("queries", c_void_p),
+        ("query_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("q_heads", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("cache", POINTER(Cache)),
+        ("batch", POINTER(Batch)),
+    ]
+
+
+class DecodeCall(Call):
+    """TwkDecodeCall."""
+
+    kernel = "decode"
+    _fields_: ClassVar = [
+        ("model", POINTER(Model)),
+        ("batch", POINTER(Batch)),
+        ("hidden", c_void_p),
+        ("logit_indices", c_void_p),
+        ("logit_count", c_int64),
+        ("logits", c_void_p),
+    ]
+
+
+_CALLS: tuple[type[Call], ...] = (
+    PackCall,
+    LinearCall,
+    GatherCall,
+    RmsNormCall,
+    SiluMultiplyCall,
+    RopeWriteCall,
+    AttentionCall,
+    DecodeCall,
+)
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "twk_abi_version": (c_int, ()),
-    "twk_supports": (c_int, (c_int,)),
     "twk_open": (c_void_p, (c_int, c_int)),
-    "twk_close": (None, (_P,)),
-    "twk_head_dim_multiple": (c_int64, (_P,)),
-    "twk_scratch_bytes": (c_int64, (_P,)),
-    "twk_advise_huge_pages": (None, (_P, _I)),
-    "twk_packed_bytes": (c_int64, (_P, POINTER(Packed))),
-    "twk_pack": (c_int, (_P, POINTER(Packed), _P, _I)),
-    "twk_linear": (c_int, (_P, POINTER(Packed), _P, _P, _I, _I, _P, _I)),
-    "twk_gather": (c_int, (_P, POINTER(Packed), _P, _I, _P)),
-    "twk_rms_norm": (c_int, (_P, _P, _P, _P, _F, _I, _I, _P)),
-    "twk_silu_multiply": (c_int, (_P, _P, _I, _I, _P)),
-    "twk_row_statistics": (c_int, (_P, _P, _I, _I, _P, _P)),
-    "twk_rope_write": (
-        c_int,
-        (_P, _P, _I, _I, _I, _P, _P, _P, _P, _F, POINTER(Cache), POINTER(Batch)),
-    ),
-    "twk_attention": (
-        c_int,
-        (_P, _P, _I, _P, _I, _P, _I, _I, _F, POINTER(Cache), POINTER(Batch)),
-    ),
-    "twk_decode": (c_int, (_P, POINTER(Model), POINTER(Batch), _P, _P, _I, _P)),
+    "twk_close": (None, (c_void_p,)),
+    "twk_head_dim_multiple": (c_int64, (c_int,)),
+    "twk_scratch_bytes": (c_int64, (c_void_p,)),
+    "twk_advise_huge_pages": (None, (c_void_p, c_int64)),
+    "twk_packed_bytes": (c_int64, (c_void_p, POINTER(Packed))),
+    **{f"twk_{call.kernel}": (c_int, (c_void_p, POINTER(call))) for call in _CALLS},
 }
 
 
@@ -165,17 +283,15 @@ class Context:
         version = self._library.twk_abi_version()
         if version != _ABI_VERSION:
             raise KernelsUnavailable(f"the kernel library has ABI {version}, not {_ABI_VERSION}")
-        chosen = instruction_set or max(self.supported(), key=lambda each: each.value)
+        #: What head dimensions must be a multiple of, for each set of this library and this CPU.
+        self.head_dim_multiples = self._head_dim_multiples()
+        chosen = instruction_set or max(self.head_dim_multiples, key=lambda each: each.value)
         handle = self._library.twk_open(threads, chosen.value)
         if handle is None:
             raise KernelsUnavailable(f"{chosen.name} with {threads} threads cannot be opened")
         self._handle = handle
         self.instruction_set = chosen
         self.threads = threads
-
-    def supported(self) -> list[InstructionSet]:
-        """The instruction sets that this CPU and this library have."""
-        return [each for each in InstructionSet if self._library.twk_supports(each.value)]
 
     def close(self) -> None:
         """Ends the threads and frees the scratch memory. A second call does nothing."""
@@ -187,16 +303,17 @@ class Context:
         if getattr(self, "_handle", None) is not None:
             self.close()
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Calls twk_<name> with this context. Raises MemoryError if it refuses."""
+    def run(self, call: Call) -> None:
+        """Runs the call's kernel on its arguments. Raises MemoryError if it refuses."""
         assert self._handle is not None, "the context is closed"
-        if getattr(self._library, f"twk_{name}")(self._handle, *arguments) != 0:
-            raise MemoryError(f"no scratch memory for {name}")
+        kernel = getattr(self._library, f"twk_{call.kernel}")
+        if kernel(self._handle, ctypes.byref(call)) != 0:
+            raise MemoryError(f"no scratch memory for {call.kernel}")
 
     @property
     def head_dim_multiple(self) -> int:
-        """Head dimensions must be a multiple of this."""
-        return int(self._library.twk_head_dim_multiple(self._handle))
+        """What head dimensions must be a multiple of in this context."""
+        return self.head_dim_multiples[self.instruction_set]
 
     @property
     def scratch_bytes(self) -> int:
@@ -210,3 +327,9 @@ class Context:
     def advise_huge_pages(self, address: int, size: int) -> None:
         """Asks the system to back the range by huge pages when it is first written."""
         self._library.twk_advise_huge_pages(address, size)
+
+    def _head_dim_multiples(self) -> dict[InstructionSet, int]:
+        multiples = {
+            each: int(self._library.twk_head_dim_multiple(each.value)) for each in InstructionSet
+        }
+        return {each: multiple for each, multiple in multiples.items() if multiple}

@@ -8,7 +8,8 @@ sequence is cut into chunks, or on the number of threads (src/linear.cpp, src/at
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Mapping
+from ctypes import pointer
 from dataclasses import dataclass
 
 import numpy as np
@@ -163,8 +164,12 @@ class CpuKernels:
         self.context.advise_huge_pages(storage.data_ptr(), storage.numel())
         packed = PackedWeight(storage, out_features, in_features, group)
         weight = weight.detach().to(torch.float32).contiguous()
-        self.context.call(
-            "pack", ctypes.byref(packed.descriptor()), address(weight), weight.stride(0)
+        self.context.run(
+            library.PackCall(
+                packed=pointer(packed.descriptor()),
+                weight=address(weight),
+                weight_stride=weight.stride(0),
+            )
         )
         return packed
 
@@ -183,15 +188,16 @@ class CpuKernels:
         rows, width = x.shape
         assert width == packed.in_features and out.shape == (rows, packed.out_features)
         assert bias is None or bias.shape == (packed.out_features,)
-        self.context.call(
-            "linear",
-            ctypes.byref(packed.descriptor()),
-            address(bias),
-            address(x),
-            width,
-            rows,
-            address(out),
-            packed.out_features,
+        self.context.run(
+            library.LinearCall(
+                packed=pointer(packed.descriptor()),
+                bias=address(bias),
+                x=address(x),
+                x_stride=width,
+                rows=rows,
+                y=address(out),
+                y_stride=packed.out_features,
+            )
         )
         return out
 
@@ -199,12 +205,13 @@ class CpuKernels:
         """`out` [T, in]: the packed weight's rows `token_ids` int32 [T], each in [0, out)."""
         assert token_ids.dtype == np.int32 and token_ids.flags.c_contiguous
         assert out.shape == (token_ids.size, packed.in_features)
-        self.context.call(
-            "gather",
-            ctypes.byref(packed.descriptor()),
-            token_ids.ctypes.data,
-            token_ids.size,
-            address(out),
+        self.context.run(
+            library.GatherCall(
+                packed=pointer(packed.descriptor()),
+                ids=token_ids.ctypes.data,
+                count=token_ids.size,
+                out=address(out),
+            )
         )
         return out
 
@@ -221,36 +228,29 @@ class CpuKernels:
         rows, width = x.shape
         assert out.shape == x.shape and weight.shape == (width,)
         assert added is None or added.shape == x.shape
-        self.context.call(
-            "rms_norm", address(x), address(added), address(weight), epsilon, rows, width,
-            address(out),
-        )  # fmt: skip
+        self.context.run(
+            library.RmsNormCall(
+                x=address(x),
+                added=address(added),
+                weight=address(weight),
+                epsilon=epsilon,
+                rows=rows,
+                width=width,
+                out=address(out),
+            )
+        )
         return out
 
     def silu_multiply(self, gate_up: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """`out` [T, I] = silu(gate) * up for `gate_up` [T, 2 I], the gates first."""
         rows, width = out.shape
         assert gate_up.shape == (rows, 2 * width)
-        self.context.call("silu_multiply", address(gate_up), rows, width, address(out))
-        return out
-
-    def row_statistics(
-        self, x: torch.Tensor, log_sum_exp: torch.Tensor | None, argmax: torch.Tensor | None
-    ) -> None:
-        """For `x` [S, V]: `log_sum_exp` float32 [S]; `argmax` int32 [S], the lowest index of the
-        largest value. A row with a NaN has NaN and -1."""
-        rows, width = x.shape
-        assert width > 0
-        assert log_sum_exp is None or log_sum_exp.shape == (rows,)
-        assert argmax is None or argmax.shape == (rows,)
-        self.context.call(
-            "row_statistics",
-            address(x),
-            rows,
-            width,
-            address(log_sum_exp),
-            address(argmax, torch.int32),
+        self.context.run(
+            library.SiluMultiplyCall(
+                gate_up=address(gate_up), rows=rows, width=width, out=address(out)
+            )
         )
+        return out
 
     def rope_write(
         self,
@@ -268,19 +268,20 @@ class CpuKernels:
         q_heads = width // view.head_dim - 2 * view.kv_heads
         assert tokens == batch.token_count and tables.rotary_dim <= view.head_dim
         assert q_heads > 0 and width == (q_heads + 2 * view.kv_heads) * view.head_dim
-        self.context.call(
-            "rope_write",
-            address(qkv),
-            width,
-            q_heads,
-            tables.rotary_dim,
-            address(tables.cosines),
-            address(tables.sines),
-            address(norms.query if norms else None),
-            address(norms.key if norms else None),
-            norms.epsilon if norms else 0.0,
-            ctypes.byref(view),
-            ctypes.byref(batch.descriptor()),
+        self.context.run(
+            library.RopeWriteCall(
+                qkv=address(qkv),
+                stride=width,
+                q_heads=q_heads,
+                rotary_dim=tables.rotary_dim,
+                cosines=address(tables.cosines),
+                sines=address(tables.sines),
+                q_norm=address(norms.query if norms else None),
+                k_norm=address(norms.key if norms else None),
+                epsilon=norms.epsilon if norms else 0.0,
+                cache=pointer(view),
+                batch=pointer(batch.descriptor()),
+            )
         )
 
     def attention(
@@ -292,13 +293,12 @@ class CpuKernels:
         *,
         scale: float,
         window: int | None = None,
-        log_sum_exp: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of `queries` [T, q_heads, head_dim] over the paged context.
 
         Rows of `queries` may be strided (a slice of qkv). `window`: positions attended to, the
-        own one included. `out` [T, q_heads, head_dim]; `log_sum_exp` [T, q_heads] of the scaled
-        scores. Every position attended to must have been written.
+        own one included. `out` [T, q_heads, head_dim]. Every position attended to must have been
+        written.
         """
         tokens, q_heads, head_dim = queries.shape
         view = cache.descriptor()
@@ -307,19 +307,18 @@ class CpuKernels:
         assert head_dim % self.context.head_dim_multiple == 0 and head_dim <= MAX_HEAD_DIM
         assert q_heads % view.kv_heads == 0 and out.shape == queries.shape
         assert window is None or window > 0
-        assert log_sum_exp is None or log_sum_exp.shape == (tokens, q_heads)
-        self.context.call(
-            "attention",
-            queries.data_ptr(),
-            queries.stride(0),
-            address(out),
-            q_heads * head_dim,
-            address(log_sum_exp),
-            q_heads,
-            window or 0,
-            scale,
-            ctypes.byref(view),
-            ctypes.byref(batch.descriptor()),
+        self.context.run(
+            library.AttentionCall(
+                queries=queries.data_ptr(),
+                query_stride=queries.stride(0),
+                out=address(out),
+                out_stride=q_heads * head_dim,
+                q_heads=q_heads,
+                window=window or 0,
+                scale=scale,
+                cache=pointer(view),
+                batch=pointer(batch.descriptor()),
+            )
         )
         return out
 
@@ -328,15 +327,15 @@ class CpuKernels:
         self.context.close()
 
 
-def instruction_set_for(head_dim: int, supported: list[InstructionSet]) -> InstructionSet:
-    """The best of `supported` whose vectors fill a head. Raises KernelsUnavailable if none does."""
-    widths = {
-        InstructionSet.PORTABLE: 4,
-        InstructionSet.AVX2: 8,
-        InstructionSet.AVX512: 16,
-        InstructionSet.AVX512_VNNI: 16,
-    }
-    fitting = [each for each in supported if head_dim % widths[each] == 0]
+def instruction_set_for(head_dim: int, multiples: Mapping[InstructionSet, int]) -> InstructionSet:
+    """The best set whose vectors fill a head, of those that a head must be a multiple of.
+
+    Raises KernelsUnavailable if none does.
+    """
+    fitting = [each for each, multiple in multiples.items() if head_dim % multiple == 0]
     if not fitting or head_dim > MAX_HEAD_DIM:
-        raise KernelsUnavailable(f"head_dim {head_dim} is not a multiple of 4 up to {MAX_HEAD_DIM}")
+        raise KernelsUnavailable(
+            f"head_dim {head_dim} is not a multiple of {min(multiples.values())} up to "
+            f"{MAX_HEAD_DIM}"
+        )
     return max(fitting, key=lambda each: each.value)

@@ -11,7 +11,7 @@
 extern "C" {
 #endif
 
-enum { TWK_ABI_VERSION = 3 };
+enum { TWK_ABI_VERSION = 4 };
 enum {
   TWK_ISA_PORTABLE = 0,
   TWK_ISA_AVX2 = 1,
@@ -92,8 +92,96 @@ typedef struct TwkModel {
   const float* cosines;  // [positions, rotary_dim / 2]
   const float* sines;
   const float* final_norm;
-  TwkPacked head;      // [vocabulary, hidden]; data null: no logits
+  TwkPacked head;  // [vocabulary, hidden]
 } TwkModel;
+
+// The arguments of each kernel, one structure per function of the same name (kernels.h). Every
+// function takes the context and a pointer to its structure, and returns 0, or -1 where it cannot
+// have the memory that it needs.
+
+// Packs `weight` [n, k] into the memory of `packed`.
+typedef struct TwkPackCall {
+  const TwkPacked* packed;
+  const float* weight;
+  int64_t weight_stride;
+} TwkPackCall;
+
+// y [rows, n] = x [rows, k] times the packed weight's transpose, plus `bias` [n].
+typedef struct TwkLinearCall {
+  const TwkPacked* packed;
+  const float* bias;  // or null
+  const float* x;
+  int64_t x_stride;
+  int64_t rows;
+  float* y;
+  int64_t y_stride;
+} TwkLinearCall;
+
+// out [count, k] = the packed weight's rows `ids`, each in [0, n).
+typedef struct TwkGatherCall {
+  const TwkPacked* packed;
+  const int32_t* ids;
+  int64_t count;
+  float* out;
+} TwkGatherCall;
+
+// x [rows, width] += added; out = x / rms(x) * weight.
+typedef struct TwkRmsNormCall {
+  float* x;
+  const float* added;  // or null
+  const float* weight;
+  float epsilon;
+  int64_t rows;
+  int64_t width;
+  float* out;
+} TwkRmsNormCall;
+
+// out [rows, width] = silu(gate) * up of gate_up [rows, 2 width], the gates first.
+typedef struct TwkSiluMultiplyCall {
+  const float* gate_up;
+  int64_t rows;
+  int64_t width;
+  float* out;
+} TwkSiluMultiplyCall;
+
+// Rotates q and k in place by position and writes k and v to the batch's slots.
+typedef struct TwkRopeWriteCall {
+  float* qkv;  // token t at t * stride: q heads, then k heads, then v heads
+  int64_t stride;
+  int64_t q_heads;
+  int64_t rotary_dim;
+  const float* cosines;  // [positions, rotary_dim / 2]
+  const float* sines;
+  const float* q_norm;  // [head_dim] or null: RMSNorm of each head before the rotation
+  const float* k_norm;
+  float epsilon;
+  const TwkCache* cache;
+  const TwkBatch* batch;
+} TwkRopeWriteCall;
+
+// Causal attention of the batch's tokens over their context.
+typedef struct TwkAttentionCall {
+  const float* queries;  // token t, head h at t * query_stride + h * head_dim
+  int64_t query_stride;
+  float* out;  // the same, with out_stride
+  int64_t out_stride;
+  int64_t q_heads;
+  int64_t window;  // positions attended to, 0: all
+  float scale;
+  const TwkCache* cache;
+  const TwkBatch* batch;
+} TwkAttentionCall;
+
+// A whole step: `hidden` [tokens, hidden] is consumed; logits [logit_count, vocabulary] of the
+// tokens `logit_indices`.
+typedef struct TwkDecodeCall {
+  const TwkModel* model;
+  const TwkBatch* batch;
+  float* hidden;
+  const int32_t* logit_indices;
+  int64_t logit_count;
+  float* logits;  // or null where logit_count is 0
+} TwkDecodeCall;
 
 #ifdef __cplusplus
 }

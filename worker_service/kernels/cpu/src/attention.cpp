@@ -1,14 +1,15 @@
 // Paged attention for any mix of prefill chunks and decodes: every sequence's scheduled tokens
 // attend to its context so far through its block table.
 //
-// Work is divided into units of (sequence, KV heads, a few query positions): the query heads of a
+// Work is divided into units of (sequence, KV heads, a few query positions). The query heads of a
 // KV head and the positions share each tile of keys, and a decoding sequence takes all KV heads of
-// a tile in turn. Keys are stored by vectors of positions, so a tile is used where it lies; only
-// blocks that are no whole number of vectors, and bf16 that many rows share, are copied out first.
-// A context is always cut at
-// multiples of kSplitKeys of the absolute position; each part has its own softmax and the parts
-// are merged in ascending order. With few units the parts of one unit run on several threads: the
-// same parts, the same merges, so the same bits.
+// a tile in turn. Keys are stored by vectors of positions, so a tile is used where it lies. Two
+// kinds are copied out first: blocks that are not a whole number of vectors, and bf16 tiles that
+// many rows share.
+//
+// A context is always cut at multiples of kSplitKeys of the absolute position. Each part has its
+// own softmax, and the parts are merged in ascending order. With few units the parts of one unit
+// run on several threads: the same parts and the same merges, so the same bits.
 #include "attention_tile.h"
 #include "kernels.h"
 #include "key_tiles.h"
@@ -18,7 +19,7 @@ namespace {
 
 constexpr int64_t kSplitKeys = 256;  // a multiple of kTileKeys
 constexpr int64_t kRowsPerUnit = 48;
-constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+constexpr float kLog2E = 1.44269504088896341f;
 
 struct Unit {
   int64_t sequence;
@@ -29,7 +30,7 @@ struct Unit {
 };
 
 struct Shape {
-  const twk::AttentionCall& call;
+  const TwkAttentionCall& call;
   const TwkCache& cache;
   const TwkBatch& batch;
   int64_t dim, group;
@@ -94,7 +95,7 @@ int64_t window_start(int64_t position, int64_t window) {
 }
 
 void load_queries(const Shape& shape, const Unit& unit, float* out) {
-  const twk::AttentionCall& call = shape.call;
+  const TwkAttentionCall& call = shape.call;
   const Vec scale = set(call.scale * kLog2E);
   const int64_t first = shape.batch.query_starts[unit.sequence] + unit.query;
   const int64_t width = shape.group * shape.dim;
@@ -233,7 +234,7 @@ void merge(Part whole, Part next, int64_t rows, int64_t dim) {
 }
 
 void finish(const Shape& shape, const Unit& unit, Part whole) {
-  const twk::AttentionCall& call = shape.call;
+  const TwkAttentionCall& call = shape.call;
   for (int64_t row = 0; row < row_count(shape, unit); ++row) {
     const int64_t place = row / shape.group;
     const int64_t token =
@@ -244,10 +245,6 @@ void finish(const Shape& shape, const Unit& unit, Part whole) {
     float* out = call.out + token * call.out_stride + head * shape.dim;
     for (int64_t d = 0; d < shape.dim; d += kWidth) {
       store(out + d, load(whole.out + row * shape.dim + d) * inverse);
-    }
-    if (call.log_sum_exp != nullptr) {
-      call.log_sum_exp[token * call.q_heads + head] =
-          total == 0.0f ? kMasked : whole.largest[row] * kLn2 + __builtin_logf(total);
     }
   }
 }
@@ -332,12 +329,12 @@ void run_splits(TwkContext* context, const Shape& shape, const Unit* units, int6
 
 }  // namespace
 
-void attention(TwkContext* context, const twk::AttentionCall& call, const TwkCache& cache,
-               const TwkBatch& batch) {
+void attention(TwkContext* context, const TwkAttentionCall& call) {
+  const TwkCache& cache = *call.cache;
   const int64_t group = call.q_heads / cache.kv_heads;
   const int threads = twk::thread_count(context);
   const int64_t row_limit = larger(kRowsPerUnit, group);
-  Shape shape{call, cache, batch, cache.head_dim, group, row_limit, cache.kv_heads};
+  Shape shape{call, cache, *call.batch, cache.head_dim, group, row_limit, cache.kv_heads};
   int64_t count = list_units(shape, nullptr);
   if (count == 0) return;
   if (threads > 1 && count < 4 * threads) {

@@ -26,7 +26,7 @@ struct Running {
 };
 
 // One tile of one sequence and KV head, by vectors of kWidth keys, as float or bf16. Keys before
-// `begin` and from `end` on may hold anything; vectors without a key between are not there.
+// `begin` and from `end` on may hold anything. A vector that holds no key between has no pointer.
 template <typename Stored>
 struct KeyTile {
   int64_t start;  // absolute position of key 0
@@ -36,8 +36,9 @@ struct KeyTile {
   int64_t key_stride;
 };
 
-// Memory that will be needed next, in pieces, asked for line by line during the arithmetic: the
-// pieces lie anywhere, so the machine's own prefetcher sees each one only after its first misses.
+// Memory that will be needed next, in pieces. It is prefetched line by line during the arithmetic,
+// because the pieces lie anywhere: the machine's own prefetcher finds each only after its first
+// misses.
 class Ahead {
  public:
   void clear(int64_t piece_bytes) {
@@ -47,7 +48,7 @@ class Ahead {
   void add(const void* piece) { pieces_[count_++] = static_cast<const char*>(piece); }
   bool empty() const { return index_ == count_; }
 
-  // The start of the next `bytes`; of no matter what once all is taken.
+  // The start of the next `bytes`; any valid address once everything has been handed out.
   const char* take(int64_t bytes) {
     if (empty()) return pieces_[0];
     const char* const start = pieces_[index_] + offset_;
@@ -64,7 +65,7 @@ class Ahead {
   int64_t count_ = 0, index_ = 0, offset_ = 0, piece_bytes_ = 0;
 };
 
-// Lines to ask for in each turn of a loop that reads `vectors` vectors a turn: as fast as it reads.
+// Lines to prefetch in each turn of a loop that reads `vectors` vectors a turn: as many as it reads.
 template <typename Stored>
 constexpr int lines_a_turn(int vectors) {
   const int bytes = vectors * kWidth * static_cast<int>(sizeof(Stored));
@@ -77,7 +78,7 @@ struct Lines {
   TWK_INLINE Lines(Ahead* ahead, int64_t turns) {
     TWK_UNROLL for (int i = 0; i < kLines; ++i) at[i] = ahead->take(64 * turns);
   }
-  TWK_INLINE void ask(int64_t turn) const {
+  TWK_INLINE void prefetch(int64_t turn) const {
     TWK_UNROLL for (int i = 0; i < kLines; ++i) __builtin_prefetch(at[i] + 64 * turn, 0, 3);
   }
   const char* at[kLines];
@@ -85,7 +86,7 @@ struct Lines {
 template <>
 struct Lines<0> {
   TWK_INLINE Lines(Ahead*, int64_t) {}
-  TWK_INLINE void ask(int64_t) const {}
+  TWK_INLINE void prefetch(int64_t) const {}
 };
 
 template <int kRows, int kVectors, typename Stored, int kLines>
@@ -100,7 +101,7 @@ TWK_KERNEL void score_block(const float* queries, const KeyTile<Stored>& tile, i
     TWK_UNROLL for (int v = 0; v < kVectors; ++v) sums[r][v] = zero();
   }
   for (int64_t d = 0; d < head_dim; ++d) {
-    lines.ask(d);
+    lines.prefetch(d);
     if constexpr (kRows < kVectors) {  // the operands that are fewer stay in registers
       Vec query[kRows];
       TWK_UNROLL for (int r = 0; r < kRows; ++r) query[r] = set(queries[r * head_dim + d]);
@@ -140,7 +141,7 @@ TWK_KERNEL void value_block(const float* weights, const KeyTile<Stored>& tile, i
     const int64_t vector = key / kWidth, last = smaller(end, (vector + 1) * kWidth);
     const Stored* value = tile.values[vector] + (key - vector * kWidth) * head_dim + at;
     for (; key < last; ++key, value += head_dim) {
-      lines.ask(key - begin);
+      lines.prefetch(key - begin);
       if constexpr (kRows < kVectors) {
         Vec weight[kRows];
         TWK_UNROLL for (int r = 0; r < kRows; ++r) weight[r] = set(weights[r * kTileKeys + key]);
@@ -174,8 +175,8 @@ struct Span {
 
 // Turns one row's scores into weights and updates its largest score and sum; returns what its
 // earlier output must be scaled by. Vectors [first, last) hold the keys any row of the group sees.
-TWK_INLINE float soften(float* scores, Span seen, int64_t first, int64_t last, float* largest_score,
-                        float* sums) {
+TWK_INLINE float softmax_tile(float* scores, Span seen, int64_t first, int64_t last,
+                              float* largest_score, float* sums) {
   for (int64_t key = first; key < smaller(seen.begin, last); ++key) scores[key] = kMasked;
   for (int64_t key = larger(seen.end, first); key < last; ++key) scores[key] = kMasked;
   Vec best = set(kMasked);
@@ -225,8 +226,8 @@ void attend_group(const float* queries, const KeyTile<Stored>& tile, const Span*
   }
   float factors[kRows];
   for (int r = 0; r < kRows; ++r) {
-    factors[r] = soften(scores + r * kTileKeys, spans[r], first * kWidth, last * kWidth,
-                        state.largest + r, state.sums + r * kWidth);
+    factors[r] = softmax_tile(scores + r * kTileKeys, spans[r], first * kWidth, last * kWidth,
+                              state.largest + r, state.sums + r * kWidth);
   }
   int64_t d = 0;
   for (; d + kVectors * kWidth <= head_dim; d += kVectors * kWidth) {
@@ -234,35 +235,20 @@ void attend_group(const float* queries, const KeyTile<Stored>& tile, const Span*
                                                  factors, state.out, ahead);
   }
   for (; d < head_dim; d += kWidth) {
-    value_block<kRows, 1, Stored, 0>(scores, tile, any.begin, any.end, d, head_dim,
-                                               factors, state.out, ahead);
+    value_block<kRows, 1, Stored, 0>(scores, tile, any.begin, any.end, d, head_dim, factors,
+                                     state.out, ahead);
   }
 }
-
-template <int kValue>
-struct Count {
-  constexpr operator int() const { return kValue; }
-};
 
 // Up to kTileRows rows over one tile.
 template <typename Stored, bool kAhead>
 void attend_rows(int64_t rows, const float* queries, const KeyTile<Stored>& tile,
                  const Span* spans, int64_t head_dim, float* scores, const Running& state,
                  Ahead* ahead) {
-  const auto attend = [&](auto count) {
-    attend_group<count, Stored, kAhead>(queries, tile, spans, head_dim, scores, state, ahead);
-  };
-  switch (rows) {
-    case 1: return attend(Count<1>{});
-    case 2: return attend(Count<2>{});
-    case 3: return attend(Count<3>{});
-    case 4: return attend(Count<4>{});
-    case 5: if constexpr (kTileRows > 4) return attend(Count<5>{}); break;
-    case 6: if constexpr (kTileRows > 5) return attend(Count<6>{}); break;
-    case 7: if constexpr (kTileRows > 6) return attend(Count<7>{}); break;
-    case 8: if constexpr (kTileRows > 7) return attend(Count<8>{}); break;
-  }
-  __builtin_unreachable();
+  with_rows(rows, [&](auto count) {
+    attend_group<decltype(count)::kRows, Stored, kAhead>(queries, tile, spans, head_dim, scores,
+                                                         state, ahead);
+  });
 }
 
 }  // namespace TWK_NAMESPACE

@@ -1,4 +1,4 @@
-// The kernels of one instruction set, as the table and the decoder call them; see table.h.
+// The kernels of one instruction set, as the table and the decoder call them; see table.h and abi.h.
 #pragma once
 
 #include "simd.h"
@@ -6,20 +6,12 @@
 
 namespace TWK_NAMESPACE {
 
+#define TWK_DECLARE(kernel, Call) void kernel(TwkContext*, const Call&);
+TWK_KERNELS(TWK_DECLARE)
+#undef TWK_DECLARE
+
+// The bytes of a packed matrix.
 int64_t packed_bytes(const TwkPacked&);
-void pack(TwkContext*, const TwkPacked&, const float* weight, int64_t stride);
-void linear(TwkContext*, const TwkPacked&, const float* bias, const float* x, int64_t x_stride,
-            int64_t rows, float* y, int64_t y_stride);
-void gather(TwkContext*, const TwkPacked&, const int32_t* ids, int64_t count, float* out);
-void rms_norm(TwkContext*, float* x, const float* added, const float* weight, float epsilon,
-              int64_t rows, int64_t width, float* out);
-void silu_multiply(TwkContext*, const float* gate_up, int64_t rows, int64_t width, float* out);
-void row_statistics(TwkContext*, const float* x, int64_t rows, int64_t width, float* lse,
-                    int32_t* argmax);
-void rope_write(TwkContext*, const twk::RopeCall&, const TwkCache&, const TwkBatch&);
-void attention(TwkContext*, const twk::AttentionCall&, const TwkCache&, const TwkBatch&);
-void decode(TwkContext*, const TwkModel&, const TwkBatch&, float* hidden,
-            const int32_t* logit_indices, int64_t logit_count, float* logits);
 
 // One row of rms_norm; `x` may be `out`.
 void normalize(const float* x, const float* weight, float epsilon, int64_t width, float* out);

@@ -180,12 +180,12 @@ void run_buffered(Block block, int64_t lanes) {
 
 }  // namespace
 
-void linear(TwkContext* context, const TwkPacked& packed, const float* bias, const float* x,
-            int64_t x_stride, int64_t rows, float* y, int64_t y_stride) {
-  if (rows <= 0 || packed.n <= 0) return;
-  const Panels panels(packed);
+void linear(TwkContext* context, const TwkLinearCall& call) {
+  const int64_t rows = call.rows;
+  if (rows <= 0 || call.packed->n <= 0) return;
+  const Panels panels(*call.packed);
   QuantizedRows quantized{};
-  if (panels.quantized) quantized = quantize_rows(context, panels, x, x_stride, rows);
+  if (panels.quantized) quantized = quantize_rows(context, panels, call.x, call.x_stride, rows);
   const int64_t chunks = ceil_div(rows, kRowsPerTask);
   // Panel after panel over a group of chunks; then the next group.
   const int64_t group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
@@ -196,12 +196,12 @@ void linear(TwkContext* context, const TwkPacked& packed, const float* bias, con
     Block block{};
     block.panels = &panels;
     block.index = index;
-    block.bias = bias == nullptr ? nullptr : bias + index * kPanelWidth;
-    block.x = x + begin * x_stride;
-    block.x_stride = x_stride;
+    block.bias = call.bias == nullptr ? nullptr : call.bias + index * kPanelWidth;
+    block.x = call.x + begin * call.x_stride;
+    block.x_stride = call.x_stride;
     block.rows = smaller(kRowsPerTask, rows - begin);
-    block.y = y + begin * y_stride + index * kPanelWidth;
-    block.y_stride = y_stride;
+    block.y = call.y + begin * call.y_stride + index * kPanelWidth;
+    block.y_stride = call.y_stride;
     if (panels.quantized) {
       block.quantized = {quantized.values + begin * panels.kept_k,
                          quantized.scales + begin * panels.groups};

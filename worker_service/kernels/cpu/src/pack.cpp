@@ -74,22 +74,22 @@ int64_t packed_bytes(const TwkPacked& packed) {
   return panels.count * panels.bytes;
 }
 
-void pack(TwkContext* context, const TwkPacked& packed, const float* weight, int64_t stride) {
-  const Panels panels(packed);
+void pack(TwkContext* context, const TwkPackCall& call) {
+  const Panels panels(*call.packed);
   parallel(context, panels.count, [&](int64_t index, int) {
     if (panels.quantized) {
-      pack_quantized(panels, index, weight, stride);
+      pack_quantized(panels, index, call.weight, call.weight_stride);
     } else {
-      pack_panel(panels, index, weight, stride);
+      pack_panel(panels, index, call.weight, call.weight_stride);
     }
   });
 }
 
-void gather(TwkContext* context, const TwkPacked& packed, const int32_t* ids, int64_t count,
-            float* out) {
-  const Panels panels(packed);
-  parallel_rows(context, count, panels.k,
-                [&](int64_t row) { gather_row(panels, ids[row], out + row * panels.k); });
+void gather(TwkContext* context, const TwkGatherCall& call) {
+  const Panels panels(*call.packed);
+  parallel_rows(context, call.count, panels.k, [&](int64_t row) {
+    gather_row(panels, call.ids[row], call.out + row * panels.k);
+  });
 }
 
 }  // namespace TWK_NAMESPACE

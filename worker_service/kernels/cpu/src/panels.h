@@ -47,25 +47,4 @@ struct Panels {
   int64_t bytes;   // of one panel
 };
 
-template <int kCount>
-struct RowCount {
-  static constexpr int kRows = kCount;
-};
-
-// Calls body(RowCount<rows>{}) for rows in [1, kTileRows]: a tile is compiled for each number.
-template <typename Body>
-TWK_INLINE void with_rows(int64_t rows, const Body& body) {
-  switch (rows) {
-    case 1: return body(RowCount<1>{});
-    case 2: return body(RowCount<2>{});
-    case 3: return body(RowCount<3>{});
-    case 4: return body(RowCount<4>{});
-    case 5: if constexpr (kTileRows > 4) return body(RowCount<5>{}); break;
-    case 6: if constexpr (kTileRows > 5) return body(RowCount<6>{}); break;
-    case 7: if constexpr (kTileRows > 6) return body(RowCount<7>{}); break;
-    case 8: if constexpr (kTileRows > 7) return body(RowCount<8>{}); break;
-  }
-  __builtin_unreachable();
-}
-
 }  // namespace TWK_NAMESPACE

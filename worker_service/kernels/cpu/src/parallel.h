@@ -1,4 +1,5 @@
-// A loop over independent indices on the context's threads, by a lambda (index, thread).
+// A loop over independent indices on the context's threads, by a lambda (index, thread); and what
+// tiles of rows need.
 #pragma once
 
 #include "runtime.h"
@@ -32,6 +33,27 @@ TWK_INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Where tile `which` of `count` nearly equal ones begins among `rows`.
 TWK_INLINE int64_t tile_begin(int64_t rows, int64_t count, int64_t which) {
   return rows * which / count;
+}
+
+template <int kCount>
+struct RowCount {
+  static constexpr int kRows = kCount;
+};
+
+// Calls body(RowCount<rows>{}) for rows in [1, kTileRows]: a tile is compiled for each number.
+template <typename Body>
+TWK_INLINE void with_rows(int64_t rows, const Body& body) {
+  switch (rows) {
+    case 1: return body(RowCount<1>{});
+    case 2: return body(RowCount<2>{});
+    case 3: return body(RowCount<3>{});
+    case 4: return body(RowCount<4>{});
+    case 5: if constexpr (kTileRows > 4) return body(RowCount<5>{}); break;
+    case 6: if constexpr (kTileRows > 5) return body(RowCount<6>{}); break;
+    case 7: if constexpr (kTileRows > 6) return body(RowCount<7>{}); break;
+    case 8: if constexpr (kTileRows > 7) return body(RowCount<8>{}); break;
+  }
+  __builtin_unreachable();
 }
 
 }  // namespace TWK_NAMESPACE

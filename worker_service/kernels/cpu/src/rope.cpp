@@ -42,8 +42,9 @@ void write_slot(const TwkCache& cache, int64_t slot, const float* keys, const fl
 
 }  // namespace
 
-void rope_write(TwkContext* context, const twk::RopeCall& call, const TwkCache& cache,
-                const TwkBatch& batch) {
+void rope_write(TwkContext* context, const TwkRopeWriteCall& call) {
+  const TwkCache& cache = *call.cache;
+  const TwkBatch& batch = *call.batch;
   const int64_t dim = cache.head_dim, half = call.rotary_dim / 2, width = cache.kv_heads * dim;
   parallel_rows(context, batch.tokens, call.stride, [&](int64_t token) {
     float* row = call.qkv + token * call.stride;

@@ -57,7 +57,7 @@ TWK_INLINE Vec load_bf16(const uint16_t* p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(
       _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
 }
-// To the nearest integers, ties to even; what has no int16 becomes one.
+// To the nearest integers, ties to even; saturates to int16.
 TWK_INLINE void store_i16(int16_t* p, Vec v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(v)));

@@ -16,10 +16,9 @@ constexpr const char* kName = "avx2";
 constexpr const char* kName = "portable";
 #endif
 
-constexpr twk::Kernels kTable = {
-    kName,    kWidth,        packed_bytes,   pack,       linear,    gather,
-    rms_norm, silu_multiply, row_statistics, rope_write, attention, decode,
-};
+#define TWK_NAME(kernel, Call) kernel,
+constexpr twk::Kernels kTable = {kName, kWidth, packed_bytes, TWK_KERNELS(TWK_NAME)};
+#undef TWK_NAME
 
 }  // namespace
 }  // namespace TWK_NAMESPACE
