@@ -78,6 +78,13 @@ class BlockPool:
                 else:
                     self._blank.append(block)
 
+    def drop_since(self, step_id: int) -> None:
+        """What this step and later ones wrote is not to be trusted: no hit shall find it."""
+        for block in self._cache.drop_since(step_id):
+            if block in self._idle:
+                del self._idle[block]
+                self._blank.append(block)
+
     def check(self, tables: list[list[BlockId]]) -> None:
         """Raises AssertionError unless the counts follow from these block tables."""
         references = [0] * len(self._references)

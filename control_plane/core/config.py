@@ -11,9 +11,12 @@ class SchedulerConfig:
 
     `block_count` includes the null block, which is never handed out. `max_inflight_step_count` is
     how many plans may be ahead of their results; 1 is plain synchronous scheduling. A request that
-    has waited for `ageing_seconds` is worth one priority level more. Raises ValueError for values
-    that could not work, among them a pool that cannot hold one sequence of the greatest length:
-    that one always fits is what keeps preemption from running in circles.
+    has waited for `ageing_seconds` is worth one priority level more. A decoding row verifies up to
+    `max_draft_token_count` drafts of the worker's own drafter in a step; 0: there is none.
+
+    Raises ValueError for values that could not work, among them a pool that cannot hold one
+    sequence of the greatest length: that one always fits is what keeps preemption from running in
+    circles.
     """
 
     max_sequence_count: int
@@ -25,6 +28,7 @@ class SchedulerConfig:
     max_inflight_step_count: int = 2
     enable_prefix_caching: bool = True
     ageing_seconds: float = 10.0
+    max_draft_token_count: int = 0
 
     def __post_init__(self) -> None:
         counts = (
@@ -35,6 +39,7 @@ class SchedulerConfig:
             ("block_size", self.block_size, 1),
             ("max_waiting_count", self.max_waiting_count, 1),
             ("max_inflight_step_count", self.max_inflight_step_count, 1),
+            ("max_draft_token_count", self.max_draft_token_count, 0),
         )
         for name, value, least in counts:
             if value < least:

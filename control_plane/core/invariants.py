@@ -15,7 +15,7 @@ def check(scheduler: Scheduler) -> None:
     _check_lists(ledger)
     _check_rows(ledger)
     _check_inflight(ledger)
-    for sequence in ledger.waiting:
+    for sequence in [*ledger.waiting, *ledger.parked.values()]:
         _check_waiting(sequence)
     for sequence in ledger.running:
         _check_running(ledger, sequence)
@@ -24,14 +24,23 @@ def check(scheduler: Scheduler) -> None:
 
 
 def _check_lists(ledger: Ledger) -> None:
-    for name, ranked in (("waiting", ledger.waiting.items), ("running", ledger.running.items)):
+    for kind, ranked in (("waiting", ledger.waiting.items), ("running", ledger.running.items)):
         ranks = [sequence.rank for sequence in ranked]
-        assert ranks == sorted(set(ranks)), f"{name} sequences are out of order"
-    listed = [*ledger.waiting, *ledger.running]
+        assert ranks == sorted(set(ranks)), f"{kind} sequences are out of order"
+    listed = [*ledger.waiting, *ledger.running, *ledger.parked.values()]
     assert len(listed) == len(ledger.sequences), "a live sequence is in no list, or in two"
     for sequence in listed:
         name = sequence.sequence_id
         assert ledger.sequences.get(name) is sequence, f"{name} is listed but not live"
+    for sequence in ledger.parked.values():
+        name = sequence.sequence_id
+        assert sequence.holds and sequence.mask is None, f"{name} is parked, yet may be sampled"
+    ready = [
+        sequence.sequence_id
+        for sequence in ledger.running
+        if sequence.held and sequence.mask is not None
+    ]
+    assert sorted(ready) == sorted(ledger.ready), "held sequences with masks are not the ready ones"
 
 
 def _check_rows(ledger: Ledger) -> None:
@@ -44,43 +53,60 @@ def _check_rows(ledger: Ledger) -> None:
 
 
 def _check_inflight(ledger: Ledger) -> None:
-    steps = ledger.inflight
+    steps = [step for step in ledger.inflight if step.scheduled is not None]
+    assert len(steps) == ledger.open_step_count, "open steps are miscounted"
     assert len(steps) <= ledger.config.max_inflight_step_count, "too many plans in flight"
     ids = [step.step_id for step in steps]
     last = ledger.last_step_id
     assert ids == list(range(last - len(ids) + 1, last + 1)), "steps in flight are not dense"
-    pending = Counter(id(sequence) for step in steps for sequence in step.sequences)
+    pending = Counter(id(sequence) for step in ledger.inflight for sequence in step.sequences)
+    drafts: Counter[int] = Counter()
+    for step in steps:
+        for sequence, count in zip(step.sequences, step.draft_counts, strict=False):
+            drafts[id(sequence)] += count
     for sequence in ledger.sequences.values():
         name = sequence.sequence_id
-        assert sequence.pending == pending[id(sequence)], f"{name}: pending tokens miscounted"
+        expected = pending[id(sequence)] + sequence.held
+        assert sequence.pending == expected, f"{name}: pending tokens miscounted"
+        if sequence.state is SequenceState.RUNNING:
+            assert sequence.ahead == drafts[id(sequence)], f"{name}: drafts miscounted"
+        sent = [step for step in ledger.inflight if step.scheduled is None]
+        is_sent = any(sequence in step.sequences for step in sent)
+        assert is_sent == (sequence.sent_mask is not None), f"{name}: a mask is sent, or is not"
 
 
 def _check_waiting(sequence: Sequence) -> None:
     name = sequence.sequence_id
     assert sequence.state is SequenceState.WAITING, f"{name} waits in state {sequence.state}"
     assert sequence.row == NO_ROW and not sequence.blocks, f"{name} waits with a row or blocks"
-    assert sequence.computed == 0 and not sequence.caught_up, f"{name} waits with computed tokens"
+    assert sequence.computed == 0 == sequence.ahead, f"{name} waits with computed tokens"
+    assert not (sequence.caught_up or sequence.steady), f"{name} waits, yet decodes"
+    assert not sequence.held, f"{name} waits, yet is held"
     assert len(sequence.token_ids) < sequence.token_limit, f"{name} should be over"
 
 
 def _check_running(ledger: Ledger, sequence: Sequence) -> None:
-    name = sequence.sequence_id
+    name, block_size = sequence.sequence_id, ledger.config.block_size
     known, computed = len(sequence.token_ids), sequence.computed
-    total = known + sequence.pending
+    total, furthest = known + sequence.pending, computed + sequence.ahead
     assert sequence.state is SequenceState.RUNNING, f"{name} runs in state {sequence.state}"
     assert known < sequence.token_limit, f"{name} should be over"
-    assert total <= sequence.token_limit, f"{name} samples beyond its limit"
-    held = len(sequence.blocks) * ledger.config.block_size
+    assert total + sequence.ahead <= sequence.token_limit, f"{name} samples beyond its limit"
+    held = len(sequence.blocks) * block_size
     assert sequence.capacity == held, f"{name}: capacity differs from its blocks"
-    assert computed <= held, f"{name} computes beyond its blocks"
-    assert held - computed < ledger.config.block_size or not computed, f"{name} holds spare blocks"
+    assert furthest <= held, f"{name} computes beyond its blocks"
+    drafts = ledger.config.max_draft_token_count * ledger.config.max_inflight_step_count
+    assert held - furthest < block_size + drafts or not computed, f"{name} holds spare blocks"
     if sequence.caught_up:
         assert computed == total - 1, f"{name} has caught up, yet lacks more than a token"
     else:
         assert not sequence.pending and computed < known, f"{name} has not caught up, yet sampled"
-    full = min(known, computed) // ledger.config.block_size
+    steady = sequence.caught_up and not sequence.holds and not ledger.config.max_draft_token_count
+    assert sequence.steady == steady, f"{name} is steady, or should be"
+    assert not sequence.held or (sequence.holds and sequence.caught_up), f"{name} is held"
+    full = min(known, computed) // block_size
     assert sequence.registered <= full, f"{name} registered blocks that are not full"
-    assert len(sequence.block_hashes) * ledger.config.block_size <= known, f"{name}: odd hashes"
+    assert len(sequence.block_hashes) * block_size <= known, f"{name}: odd hashes"
 
 
 def _check_blocks(ledger: Ledger) -> None:

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from control_plane.core.admission import Admission
 from control_plane.core.block_pool import BlockPool
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Counters, Finish, FinishReason, Usage
-from control_plane.core.plan import BlockId, Row, WeightVersion
+from control_plane.core.plan import BlockId, Row, ScheduledRows, WeightVersion
 from control_plane.core.prefix_cache import PrefixCache
 from control_plane.core.ranked_list import RankedList
-from control_plane.core.request import Request, SequenceId, StopScanner
+from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import Sequence, SequenceState, rank_of
 from control_plane.core.story import Story
 
 
 @dataclass(frozen=True, slots=True)
 class InflightStep:
-    """What the result of a plan must bring: a token or a fault for each of these rows, in order.
+    """What the result of a message must bring: tokens or a fault for each of `rows`, in order.
 
     Sequences are held themselves, not looked up by row: by the time the result comes, the row may
     be somebody else's.
@@ -34,6 +34,15 @@ class InflightStep:
     step_id: int
     rows: list[Row]
     sequences: list[Sequence]
+    """Those of `rows`."""
+    draft_counts: list[int] = field(default_factory=list)
+    """Drafts that each of `rows` verifies; empty: none does."""
+    held_rows: list[Row] = field(default_factory=list)
+    """Rows whose logits the step holds: a fault, or nothing but their names."""
+    held: list[Sequence] = field(default_factory=list)
+    """Those of `held_rows`."""
+    scheduled: ScheduledRows | None = None
+    """What the step computes; None: the message is a SamplePlan and computes nothing."""
 
 
 class Ledger:
@@ -43,26 +52,45 @@ class Ledger:
         self.sequences: dict[SequenceId, Sequence] = {}
         self.waiting = RankedList()
         self.running = RankedList()
+        self.parked: dict[SequenceId, Sequence] = {}
+        """Those that wait, but not for a row: they made room while they were held, and would only
+        be held again before it is known which tokens are allowed."""
         self.counters = Counters()
         self.story = Story()
-        self.attach(config, epoch, weight_version)
+        self.attach(config, epoch, weight_version, keep_kv=False)
 
-    def attach(self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion) -> None:
-        """A worker that holds nothing: its rows and blocks are all free. Nobody may be running."""
+    def attach(
+        self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion, *, keep_kv: bool
+    ) -> None:
+        """A worker without rows, and without KV unless it keeps it. Nobody may be running."""
         assert not self.running, "a running sequence would lose its row"
+        if not keep_kv:
+            self.cache = PrefixCache(
+                config.block_size, weight_version.digest, config.enable_prefix_caching
+            )
+            self.pool = BlockPool(config.block_count, self.cache)
         self.config = config
         self.epoch = epoch
         self.weight_version = weight_version
         self.admission = Admission(config)
-        self.cache = PrefixCache(
-            config.block_size, weight_version.digest, config.enable_prefix_caching
-        )
-        self.pool = BlockPool(config.block_count, self.cache)
         self.last_step_id = 0
+        self.answered_step_id = 0
+        """All steps up to this one have their results."""
         self.inflight: deque[InflightStep] = deque()
+        self.ready: dict[SequenceId, Sequence] = {}
+        """Held, and it is known which tokens are allowed: a SamplePlan may name them."""
         self.free_rows = [Row(row) for row in range(config.max_sequence_count - 1, -1, -1)]
         self.released_rows: list[Row] = []
         """Free here, but still with a sequence on the worker until the next plan removes it."""
+
+    @property
+    def open_step_count(self) -> int:
+        """Steps whose results are still to come."""
+        return self.last_step_id - self.answered_step_id
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self.waiting) + len(self.parked)
 
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
@@ -79,21 +107,22 @@ class Ledger:
             token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
             cache_root=self.cache.root(request.cache_salt),
             stop_ids=request.stop.stop_token_ids | request.stop.end_of_sequence_ids,
+            watched=scanner is not None or request.output is OutputKind.HOLD,
         )
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
         self.waiting.add(sequence)
         self.tell(sequence, "submitted")
 
-    def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
-        """Gives the first waiting sequence a row and its cached prefix."""
+    def start(self, sequence: Sequence, step_id: int, hits: list[BlockId]) -> None:
+        """Gives the first waiting sequence a row and its cached prefix, in the plan of a step."""
         assert sequence is self.waiting.first and not sequence.pending
         self.waiting.remove(sequence)
         self.pool.share(hits)
         hit_count = len(hits) * self.config.block_size
         cached = min(hit_count, sequence.prompt_count)
         self.counters.cached_prompt_tokens += max(0, cached - sequence.furthest)
-        sequence.started(self.free_rows.pop(), hits, hit_count)
+        sequence.started(step_id, self.free_rows.pop(), hits, hit_count)
         self.running.add(sequence)
         self.tell(sequence, f"started in row {sequence.row}, {hit_count} tokens cached")
 
@@ -104,15 +133,35 @@ class Ledger:
         sequence.capacity += count * self.config.block_size
         return blocks
 
-    def preempt_last(self) -> None:
-        """Sends the running sequence of the last rank back to the queue, without row and blocks.
+    def allow(self, sequence: Sequence, mask: bytes) -> None:
+        """It is known which tokens may come next for a sequence that holds."""
+        assert sequence.holds, f"sequence {sequence.sequence_id} is not constrained"
+        assert sequence.mask is None and sequence.sent_mask is None, "told twice for one token"
+        sequence.mask = mask
+        if sequence.held:
+            self.ready[sequence.sequence_id] = sequence
+        elif self.parked.pop(sequence.sequence_id, None) is not None:
+            self.waiting.add(sequence)
+
+    def hold(self, sequence: Sequence) -> None:
+        """The worker will hold a sequence that has reached its end; it may be known already what is
+        allowed."""
+        if sequence.mask is not None:
+            self.ready[sequence.sequence_id] = sequence
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Sends a running sequence back to the queue, without row and blocks.
 
         Its full blocks stay cached for as long as nobody needs them. Tokens of it that are in
         flight are accepted when they come; until then it is not started again.
         """
-        sequence = self.running.last
+        parks = sequence.held and sequence.mask is None
+        self.cache.register(sequence)
         self._vacate(sequence, SequenceState.WAITING)
-        self.waiting.add(sequence)
+        if parks:
+            self.parked[sequence.sequence_id] = sequence
+        else:
+            self.waiting.add(sequence)
         self.counters.preemptions += 1
         self.tell(sequence, "preempted")
 
@@ -129,10 +178,12 @@ class Ledger:
                 # What computed an invalid result may have left invalid KV: nobody shall hit it.
                 for block in sequence.blocks:
                     self.cache.forget(block)
-                sequence.registered = len(sequence.blocks)
+            else:
+                self.cache.register(sequence)
             self._vacate(sequence, SequenceState.OVER)
         else:
-            self.waiting.remove(sequence)
+            if self.parked.pop(sequence.sequence_id, None) is None:
+                self.waiting.remove(sequence)
             sequence.state = SequenceState.OVER
         del self.sequences[sequence.sequence_id]
         self.counters.finished[reason] += 1
@@ -144,24 +195,55 @@ class Ledger:
         )
         return Finish(reason, usage, stop_token_id, detail)
 
-    def lose_worker(self) -> None:
-        """What was on the worker or in flight is gone; the token logs are what is left."""
+    def lose_worker(self, *, keep_kv: bool) -> None:
+        """Rows and steps in flight are gone; the token logs are what is left.
+
+        With `keep_kv` the cache keeps what answered steps wrote, and gets what they wrote of
+        running sequences. Steps in flight may have run or not: what they wrote is dropped.
+        """
+        if keep_kv:
+            answered = self._answered_counts()
+            self.pool.drop_since(self.answered_step_id + 1)
+            for sequence in self.running:
+                sequence.rewound(answered[sequence.sequence_id])
+                self.cache.register(sequence)
         self.inflight.clear()
         while self.running:
             sequence = self.running.last
             self._vacate(sequence, SequenceState.WAITING)
             self.waiting.add(sequence)
             self.tell(sequence, "lost its worker")
+        for sequence in self.parked.values():
+            self.waiting.add(sequence)
+        self.parked.clear()
         for sequence in self.waiting:
             sequence.lost()
 
     def tell(self, sequence: Sequence, event: str) -> None:
         self.story.tell(sequence.sequence_id, self.last_step_id, event)
 
+    def _answered_counts(self) -> dict[SequenceId, int]:
+        """How many tokens of each running sequence were computed by steps that have results.
+
+        The first step in flight that computes for a sequence starts there, or, where drafts were
+        open when it was planned, a little further.
+        """
+        counts = {sequence.sequence_id: sequence.computed for sequence in self.running}
+        holders = {sequence.row: sequence for sequence in self.running}
+        for step in reversed(self.inflight):
+            if step.scheduled is None:
+                continue
+            columns = step.scheduled
+            for row, start in zip(columns.rows, columns.start_positions, strict=True):
+                holder = holders.get(row)
+                if holder is not None and holder.first_step <= step.step_id:
+                    counts[holder.sequence_id] = start
+        return counts
+
     def _vacate(self, sequence: Sequence, state: SequenceState) -> None:
-        """Off the running list, out of its row and blocks; what is worth it stays cached."""
+        """Off the running list, out of its row and blocks; what is cached stays cached."""
         self.running.remove(sequence)
-        self.cache.register(sequence)
+        self.ready.pop(sequence.sequence_id, None)
         self.pool.release(sequence.blocks)
         self.free_rows.append(sequence.row)
         self.released_rows.append(sequence.row)

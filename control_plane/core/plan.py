@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NewType
 
+from control_plane.core.request import OutputKind as OutputKind
 from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
 
@@ -26,14 +26,6 @@ class WeightVersion:
 
     generation: int
     digest: str
-
-
-class OutputKind(Enum):
-    """What becomes of the logits at the end of a sequence's tokens."""
-
-    SAMPLE = 1
-    HOLD = 2
-    NONE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +45,8 @@ class AddedSequence:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRows:
-    """Parallel columns; `literal_tokens` and `appended_blocks` are flat over all rows."""
+    """Parallel columns; `literal_tokens`, `appended_blocks` and `literal_drafts` are flat over all
+    rows. The columns about drafts are empty where no row has any."""
 
     rows: list[Row] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)
@@ -63,6 +56,10 @@ class ScheduledRows:
     literal_tokens: list[int] = field(default_factory=list)
     appended_block_counts: list[int] = field(default_factory=list)
     appended_blocks: list[BlockId] = field(default_factory=list)
+    draft_counts: list[int] = field(default_factory=list)
+    literal_draft_counts: list[int] = field(default_factory=list)
+    literal_drafts: list[int] = field(default_factory=list)
+    open_step_distances: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +91,10 @@ class SamplePlan:
     step_id: int
     rows: list[Row]
     masks: GrammarMasks | None = None
+
+
+Message = StepPlan | SamplePlan
+"""What goes to the worker, in order; each is answered by one StepResult."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,9 @@ tokens, and sequences of different salts never meet.
 
 A block enters the cache when its tokens are all known and the plan that writes its last slot has
 been made. The worker may not have run that plan yet, and need not have: it runs plans in order, and
-a hit is only read by a later one. The scheduler takes care of "later": what a plan computes is
-registered when the plan is complete.
+a hit is only read by a later one. The planner takes care of "later": what a plan computes is
+registered when the plan is complete. Each entry remembers the step that wrote it, for the case that
+the step's result never comes.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class PrefixCache:
         self._enabled = enabled
         self._block_of: dict[bytes, BlockId] = {}
         self._hash_of: dict[BlockId, bytes] = {}
+        self._step_of: dict[BlockId, int] = {}
+        """The last step that may have written a block; 0: one of an earlier claim."""
 
     def root(self, salt: str) -> bytes:
         """What the hashes of this salt chain from. The salt's length keeps the parts apart."""
@@ -55,7 +58,8 @@ class PrefixCache:
     def register(self, sequence: Sequence) -> None:
         """Offers the sequence's full, known and computed blocks that were not offered before.
 
-        Where two sequences computed the same prefix at once, the first one's block stays.
+        Drafts in flight are not counted as computed. Where two sequences computed the same prefix
+        at once, the first one's block stays.
         """
         if not self._enabled:
             return
@@ -66,6 +70,7 @@ class PrefixCache:
                 block = sequence.blocks[index]
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+                self._step_of[block] = sequence.last_step
         sequence.registered = max(sequence.registered, full)
 
     def forget(self, block: BlockId) -> None:
@@ -73,6 +78,18 @@ class PrefixCache:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            del self._step_of[block]
+
+    def drop_since(self, step_id: int) -> list[BlockId]:
+        """Forgets what this step and later ones wrote; the rest is now of an earlier claim.
+
+        Returns the blocks that were forgotten.
+        """
+        dropped = [block for block, step in self._step_of.items() if step >= step_id]
+        for block in dropped:
+            self.forget(block)
+        self._step_of = dict.fromkeys(self._step_of, 0)
+        return dropped
 
     def __contains__(self, block: BlockId) -> bool:
         return block in self._hash_of
@@ -83,6 +100,7 @@ class PrefixCache:
     def entries(self) -> list[tuple[bytes, BlockId]]:
         """All of them, for checks."""
         assert {block: key for key, block in self._block_of.items()} == self._hash_of
+        assert self._step_of.keys() == self._hash_of.keys()
         return list(self._block_of.items())
 
     def _hash(self, sequence: Sequence, index: int) -> bytes:

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NewType, Protocol
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 """One token stream of a request. The core knows sequences only; whoever adds one names it, and
 never uses a name twice."""
+
+
+class OutputKind(Enum):
+    """What becomes of the logits at the end of a sequence's tokens."""
+
+    SAMPLE = 1
+    """The step that reaches the end samples the next token."""
+    HOLD = 2
+    """The row is held until it is known which tokens are allowed; see Scheduler.sample."""
+    NONE = 3
+    """Only the KV is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +69,4 @@ class Request:
     arrival: float
     priority: int = 0
     cache_salt: str = ""
+    output: OutputKind = OutputKind.SAMPLE

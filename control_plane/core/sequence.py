@@ -3,11 +3,13 @@
 How far a sequence is, in tokens:
 
     token_ids        known to the control plane: the prompt and what results have brought
-    pending          sampled by steps still in flight, not known yet
-    computed         with KV once every plan made so far has run; runs ahead of the results
+    pending          steps in flight, each of which brings one token or more
+    computed         surely has KV once every plan made so far has run; runs ahead of the results
+    ahead            drafts of steps in flight: if all are accepted, computed + ahead have KV
 
 A step computes positions [computed, computed + n). Where that reaches the end of token_ids plus
-pending, the step samples one token more.
+pending, the step samples one token more. A step that verifies d drafts computes d positions more;
+its result brings 1 to d + 1 tokens, and `computed` grows by the accepted drafts only then.
 
 Only the methods below move these counters. The scheduler's loop over decoding rows and that over
 their results do the same inline, because they run for every row in every step; invariants.py holds
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from control_plane.core.plan import BlockId, Row
-from control_plane.core.request import Request, SequenceId, StopScanner
+from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 
 Rank = tuple[float, float, int]
 NO_ROW = Row(-1)
@@ -53,19 +55,32 @@ class Sequence:
     cache_root: bytes
     """What the block hashes of this request's cache salt chain from."""
     stop_ids: frozenset[int]
+    watched: bool = False
+    """Each of its tokens needs more than a look at `stop_ids` and the limit."""
 
     state: SequenceState = SequenceState.WAITING
     row: Row = NO_ROW
+    first_step: int = 0
+    """The step that added it to its row."""
+    last_step: int = 0
+    """The last step that computes tokens of it; while it has caught up, the last that samples."""
     blocks: list[BlockId] = field(default_factory=list)
     capacity: int = 0
     """Tokens that `blocks` hold."""
     computed: int = 0
+    ahead: int = 0
+    pending: int = 0
     caught_up: bool = False
     """Only the token sampled last is left to compute: the worker's row holds all before it, and
     that one enters the row by its source step or literally."""
-    pending: int = 0
-    last_step: int = 0
-    """The last step that computes tokens of it; while it has caught up, the last that samples."""
+    steady: bool = False
+    """It has caught up, and goes on by one token a step without drafts or holds."""
+    held: bool = False
+    """The worker holds its logits. It can't go on before a SamplePlan names it."""
+    mask: bytes | None = None
+    """Which tokens may come next, told and not yet sent; empty: any. None: nobody told yet."""
+    sent_mask: bytes | None = None
+    """The mask of a SamplePlan whose token has not come yet."""
 
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the leading full blocks, as far as anybody asked."""
@@ -80,10 +95,16 @@ class Sequence:
     def completion_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
 
-    def started(self, row: Row, hits: list[BlockId], hit_count: int) -> None:
+    @property
+    def holds(self) -> bool:
+        """Whether its tokens are constrained, so that each is sampled by a SamplePlan."""
+        return self.request.output is OutputKind.HOLD
+
+    def started(self, step_id: int, row: Row, hits: list[BlockId], hit_count: int) -> None:
         """It has a row, and its first `hit_count` tokens in blocks of the prefix cache."""
         self.state = SequenceState.RUNNING
         self.row = row
+        self.first_step = step_id
         self.blocks = hits
         self.capacity = self.computed = hit_count
         self.registered = len(hits)
@@ -92,32 +113,57 @@ class Sequence:
         self.furthest = max(self.furthest, hit_count)
 
     def planned(self, step_id: int, end: int) -> None:
-        """A plan computes known tokens up to position `end`, exclusive."""
+        """A plan computes its tokens up to position `end`, exclusive, drafts not counted."""
         self.computed = end
         self.last_step = step_id
 
-    def sampled(self) -> None:
-        """The plan that computes its last token also samples the next one."""
-        self.caught_up = True
-        self.pending += 1
+    def reached_end(self, *, steady: bool, draft_count: int = 0) -> None:
+        """The plan computes its last token, and drafts behind it: a result will bring tokens.
 
-    def confirmed(self, token_ids: list[int]) -> None:
-        """A result has brought what a step sampled."""
+        A sequence that holds is held now, and its token comes with a SamplePlan's result.
+        """
+        self.caught_up = True
+        self.held = self.holds
+        self.steady = steady and not self.held
+        self.pending += 1
+        self.ahead += draft_count
+
+    def released(self) -> None:
+        """A SamplePlan samples what was held."""
+        assert self.held and self.mask is not None
+        self.held = False
+        self.sent_mask, self.mask = self.mask, None
+
+    def confirmed(self, token_ids: list[int], draft_count: int = 0) -> None:
+        """A result has brought what a step sampled, which verified so many drafts."""
         self.pending -= 1
         self.token_ids.extend(token_ids)
+        self.sent_mask = None
+        if self.state is SequenceState.RUNNING:  # in the row of that step: see Ledger.start
+            self.computed += len(token_ids) - 1
+            self.ahead -= draft_count
 
     def vacated(self, state: SequenceState) -> None:
-        """Its row and its blocks are gone; tokens in flight may still come."""
+        """Its row and its blocks are gone. Tokens in flight may still come, held ones never."""
         self.state = state
         self.furthest = max(self.furthest, self.computed)
         self.row = NO_ROW
         self.blocks = []
-        self.capacity = self.computed = 0
-        self.caught_up = False
+        self.capacity = self.computed = self.ahead = 0
+        self.pending -= self.held
+        self.caught_up = self.steady = self.held = False
+
+    def rewound(self, answered: int) -> None:
+        """Of what it has computed, only this much was by steps whose results came."""
+        self.furthest = max(self.furthest, self.computed)
+        self.computed = answered
+        self.ahead = self.last_step = 0
 
     def lost(self) -> None:
-        """What was in flight will never come."""
+        """What was in flight will never come; what was allowed still is."""
         self.pending = self.last_step = 0
+        if self.sent_mask is not None:
+            self.mask, self.sent_mask = self.sent_mask, None
 
 
 def rank_of(request: Request, serial: int, ageing_seconds: float) -> Rank:

@@ -65,9 +65,13 @@ class Tokens:
 
     def split(self, counts: Sequence[int]) -> list[Tokens]:
         """Consecutive chunks of these lengths, which add up to all tokens."""
-        if self.is_plain and len(counts) == len(self.ids):  # one each
-            return [Tokens([token]) for token in self.ids]
         return [self.part(start, end) for start, end in pairwise(accumulate(counts, initial=0))]
+
+    def singles(self) -> list[Tokens]:
+        """A chunk for each token."""
+        if self.is_plain:
+            return [Tokens([token]) for token in self.ids]
+        return self.split([1] * len(self.ids))
 
     @staticmethod
     def joined(chunks: Sequence[Tokens]) -> Tokens:

@@ -15,40 +15,21 @@ _LARGEST_TOKEN = 2**32 - 1
 def apply_result(ledger: Ledger, result: StepResult) -> list[SequenceOutput]:
     """Gives each sequence its tokens, and ends those that are complete or faulted.
 
-    Raises ResultMismatch, with nothing changed, unless the result answers the oldest plan in flight
-    with tokens or a fault for each of its sampled rows. Tokens of sequences that ended meanwhile
-    are dropped; those of preempted ones are kept. Tokens after an end are dropped and not counted.
+    Raises ResultMismatch, with nothing changed, unless the result answers the oldest message in
+    flight with tokens or a fault for each of its sampled rows, and names the rows it holds. Tokens
+    of sequences that ended meanwhile are dropped; those of preempted ones are kept. Tokens after an
+    end are dropped and not counted.
     """
     step = _verify(ledger, result)
     ledger.inflight.popleft()
-    sequences = step.sequences
-    faults: list[tuple[Sequence, RowFault]] = []
-    if result.faults:
-        by_row = {fault.row: fault for fault in result.faults}
-        pairs = list(zip(step.rows, sequences, strict=True))
-        faults = [(sequence, by_row[row]) for row, sequence in pairs if row in by_row]
-        sequences = [sequence for row, sequence in pairs if row not in by_row]
-    outputs: list[SequenceOutput] = []
-    add_output = outputs.append
-    over = SequenceState.OVER
-    chunks = result.tokens.split(result.token_counts or [1] * len(sequences))
-    for sequence, chunk in zip(sequences, chunks, strict=True):
-        if sequence.state is over:
-            continue
-        token = chunk.ids[0]
-        if (
-            sequence.scanner is not None
-            or token in sequence.stop_ids
-            or len(sequence.token_ids) + 1 >= sequence.token_limit
-        ):
-            add_output(_take(ledger, sequence, chunk))
-        else:  # as _take does it, where one token can't be the end
-            sequence.pending -= 1
-            sequence.token_ids.append(token)
-            add_output(SequenceOutput(sequence.sequence_id, chunk))
-    ledger.counters.generated_tokens += len(outputs)
-    for sequence, fault in faults:
-        if sequence.state is not over:
+    if step.scheduled is not None:
+        ledger.answered_step_id = step.step_id
+    if step.draft_counts or result.faults:
+        outputs = _take_all(ledger, step, result)
+    else:
+        outputs = _take_one_each(ledger, step, result)
+    for sequence, fault in _faulted(step, result.faults):
+        if sequence.state is not SequenceState.OVER:
             finish = ledger.end(
                 sequence, FinishReason.FAULT, detail=f"{fault.kind}: {fault.detail}"
             )
@@ -56,7 +37,58 @@ def apply_result(ledger: Ledger, result: StepResult) -> list[SequenceOutput]:
     return outputs
 
 
-def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens) -> SequenceOutput:
+def _take_one_each(ledger: Ledger, step: InflightStep, result: StepResult) -> list[SequenceOutput]:
+    """The outputs of a step in which every row got one token: flat, as it runs for every row."""
+    outputs: list[SequenceOutput] = []
+    add_output = outputs.append
+    over = SequenceState.OVER
+    for sequence, chunk in zip(step.sequences, result.tokens.singles(), strict=True):
+        if sequence.state is over:
+            continue
+        token = chunk.ids[0]
+        if (
+            sequence.watched
+            or token in sequence.stop_ids
+            or len(sequence.token_ids) + 1 >= sequence.token_limit
+        ):
+            add_output(_take(ledger, sequence, chunk, 0))
+        else:  # as _take does it, where one token can't be the end
+            sequence.pending -= 1
+            sequence.token_ids.append(token)
+            add_output(SequenceOutput(sequence.sequence_id, chunk))
+    ledger.counters.generated_tokens += len(outputs)
+    return outputs
+
+
+def _take_all(ledger: Ledger, step: InflightStep, result: StepResult) -> list[SequenceOutput]:
+    """The outputs of a step whose rows got different numbers of tokens, or faulted."""
+    faulted = {fault.row for fault in result.faults}
+    draft_counts = step.draft_counts or [0] * len(step.rows)
+    expected = [
+        (sequence, draft_count)
+        for row, sequence, draft_count in zip(step.rows, step.sequences, draft_counts, strict=True)
+        if row not in faulted
+    ]
+    chunks = result.tokens.split(result.token_counts or [1] * len(expected))
+    outputs = [
+        _take(ledger, sequence, chunk, draft_count)
+        for (sequence, draft_count), chunk in zip(expected, chunks, strict=True)
+        if sequence.state is not SequenceState.OVER
+    ]
+    ledger.counters.generated_tokens += sum(len(output.tokens) for output in outputs)
+    return outputs
+
+
+def _faulted(step: InflightStep, faults: list[RowFault]) -> list[tuple[Sequence, RowFault]]:
+    """The faults and whose they are, in the step's order."""
+    if not faults:
+        return []
+    by_row = {fault.row: fault for fault in faults}
+    rows = zip(step.rows + step.held_rows, step.sequences + step.held, strict=True)
+    return [(sequence, by_row[row]) for row, sequence in rows if row in by_row]
+
+
+def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens, draft_count: int) -> SequenceOutput:
     """A step's tokens up to their first end: stop string, stop token, or the limit.
 
     Where several come with the same token, the earliest named here is the reason.
@@ -76,7 +108,7 @@ def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens) -> SequenceOutput:
         if count is not None:
             reason, stop_token_id = FinishReason.STOP, None
             ids = ids[:count]
-    sequence.confirmed(ids)
+    sequence.confirmed(ids, draft_count)
     finish = None if reason is None else ledger.end(sequence, reason, stop_token_id)
     return SequenceOutput(sequence.sequence_id, chunk.head(len(ids)), finish)
 
@@ -99,27 +131,38 @@ def _problem(epoch: int, step: InflightStep, result: StepResult) -> str | None:
             f"a result of step {result.step_id} in epoch {result.epoch}, expected step "
             f"{step.step_id} in epoch {epoch}"
         )
-    if result.held_rows:
-        return f"step {step.step_id} holds rows that were to be sampled"
-    expected = step.rows
+    rows, held_rows, draft_counts = step.rows, step.held_rows, step.draft_counts
     if result.faults:
         faulted = {fault.row for fault in result.faults}
         if len(faulted) != len(result.faults):
             return f"step {step.step_id} has two faults for one row"
-        if not faulted.issubset(step.rows):
+        if not faulted.issubset(rows + held_rows):
             return f"step {step.step_id} has a fault for a row that was not sampled"
-        expected = [row for row in step.rows if row not in faulted]
-    if result.rows != expected:
+        draft_counts = [
+            count for row, count in zip(rows, draft_counts, strict=False) if row not in faulted
+        ]
+        rows = [row for row in rows if row not in faulted]
+        held_rows = [row for row in held_rows if row not in faulted]
+    if result.rows != rows:
         return f"step {step.step_id} has tokens for other rows than were sampled"
-    return _problem_with_tokens(step.step_id, len(expected), result)
+    if result.held_rows != held_rows:
+        return f"step {step.step_id} holds other rows than those that were to be held"
+    return _problem_with_tokens(step.step_id, len(rows), draft_counts, result)
 
 
-def _problem_with_tokens(step_id: int, row_count: int, result: StepResult) -> str | None:
+def _problem_with_tokens(
+    step_id: int, row_count: int, draft_counts: list[int], result: StepResult
+) -> str | None:
+    """Each row must have a token, and may have one more for each draft that it verified."""
     ids = result.tokens.ids
-    if result.token_counts and result.token_counts != [1] * row_count:
-        return f"step {step_id} has a row with other than one token"
-    if len(ids) != row_count:
+    counts = result.token_counts or [1] * row_count
+    if len(counts) != row_count or sum(counts) != len(ids):
         return f"step {step_id} has {len(ids)} tokens for {row_count} rows"
+    if counts.count(1) != row_count and not all(
+        1 <= count <= 1 + draft_count
+        for count, draft_count in zip(counts, draft_counts or [0] * row_count, strict=True)
+    ):
+        return f"step {step_id} has a row without a token, or with more than it could verify"
     if not result.tokens.is_parallel:
         return f"step {step_id} has columns of different lengths"
     if ids and not 0 <= min(ids) <= max(ids) <= _LARGEST_TOKEN:

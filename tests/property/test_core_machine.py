@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -22,14 +23,27 @@ from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import Row, RowFault, StepResult
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
+from control_plane.core.request import (
+    OutputKind,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+)
 from control_plane.core.tokens import Tokens
 from tests.support.checking_worker import END
-from tests.support.core_harness import Harness
+from tests.support.core_harness import Harness, Pair
 
 
 def config_of(  # a pool that holds one sequence of the greatest length and little more
-    size: int, length: int, spare: int, rows: int, budget: int, ahead: int, caching: bool
+    size: int,
+    length: int,
+    spare: int,
+    rows: int,
+    budget: int,
+    ahead: int,
+    caching: bool,
+    drafts: int = 0,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         max_sequence_count=rows,
@@ -41,6 +55,7 @@ def config_of(  # a pool that holds one sequence of the greatest length and litt
         max_inflight_step_count=ahead,
         enable_prefix_caching=caching,
         ageing_seconds=2.0,
+        max_draft_token_count=drafts,
     )
 
 
@@ -53,12 +68,16 @@ configs = st.builds(
     budget=st.one_of(st.integers(1, 6), st.integers(7, 40)),
     ahead=st.integers(1, 3),
     caching=st.booleans(),
+    drafts=st.integers(0, 3),
 )
 # Few distinct prompts, so that prefixes meet.
 BASES = ((0,), (1, 2), (3, 4, 5))
 STOPS = (frozenset[int](), frozenset({5}), frozenset({5, END}))
+# Stop strings; the second may be complete with a token that is a stop token too.
+PAIRS: tuple[Pair | None, ...] = (None, None, (2, 3), (4, 5))
+KINDS = (OutputKind.SAMPLE, OutputKind.SAMPLE, OutputKind.HOLD)
 
-Ask = Callable[[int, float], Request]
+Ask = tuple[Callable[[int, float], Request], Pair | None]
 
 
 def ask_of(
@@ -69,18 +88,26 @@ def ask_of(
     ends: bool,
     priority: int,
     salt: str,
+    output: OutputKind = OutputKind.SAMPLE,
+    pair: Pair | None = None,
 ) -> Ask:
-    """A request but for its number, which is its name and seed, and its arrival."""
-    return lambda number, arrival: Request(
-        request_id=RequestId(f"r{number}"),
-        prompt_token_ids=(base * 20)[:cut],
-        sampling=SamplingParams(),
-        seed=number,
-        stop=StopConditions(max_tokens, stops, frozenset({END} if ends else ())),
-        arrival=arrival,
-        priority=priority,
-        cache_salt=salt,
-    )
+    """A request but for its number, which is its name and seed, and its arrival; and its stop
+    string."""
+
+    def make(number: int, arrival: float) -> Request:
+        return Request(
+            request_id=RequestId(f"r{number}"),
+            prompt_token_ids=(base * 20)[:cut],
+            sampling=SamplingParams(),
+            seed=number,
+            stop=StopConditions(max_tokens, stops, frozenset({END} if ends else ())),
+            arrival=arrival,
+            priority=priority,
+            cache_salt=salt,
+            output=output,
+        )
+
+    return make, pair
 
 
 asks = st.builds(
@@ -92,6 +119,8 @@ asks = st.builds(
     ends=st.booleans(),
     priority=st.integers(-2, 2),
     salt=st.sampled_from(["", "a", "b"]),
+    output=st.sampled_from(KINDS),
+    pair=st.sampled_from(PAIRS),
 )
 
 
@@ -104,24 +133,37 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule(asked=st.lists(asks, min_size=1, max_size=3))
     def submit(self, asked: list[Ask]) -> None:
-        for ask in asked:
-            self.harness.submit(ask(len(self.harness.salts), self.harness.now))
+        for make, pair in asked:
+            self.harness.submit(make(len(self.harness.salts), self.harness.now), pair)
 
     @rule(faulty=st.one_of(st.none(), st.integers(0, 3)))
-    def schedule(self, faulty: int | None) -> None:
-        self.harness.schedule(faulty)
+    def send(self, faulty: int | None) -> None:
+        self.harness.send(faulty)
 
-    @precondition(lambda self: self.harness.results)
+    @precondition(lambda self: self.harness.sent)
+    @rule(count=st.integers(1, 3))
+    def execute(self, count: int) -> None:
+        for _ in range(min(count, len(self.harness.sent))):
+            self.harness.execute()
+
+    @precondition(lambda self: self.harness.outstanding)
     @rule(count=st.integers(1, 3))
     def deliver(self, count: int) -> None:
-        for _ in range(min(count, len(self.harness.results))):
+        for _ in range(min(count, self.harness.outstanding)):
             self.harness.deliver()
 
     @rule(count=st.integers(1, 16))
     def run(self, count: int) -> None:
         for _ in range(count):
-            if self.harness.schedule() is None and self.harness.results:
+            if self.harness.send() is None and self.harness.outstanding:
                 self.harness.deliver()
+
+    @precondition(lambda self: self.harness.unmasked)
+    @rule(data=st.data(), every=st.booleans())
+    def allow(self, data: st.DataObject, every: bool) -> None:
+        names = sorted(self.harness.unmasked)
+        for name in names if every else [data.draw(st.sampled_from(names))]:
+            self.harness.allow(name)
 
     @precondition(lambda self: self.harness.live)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
@@ -133,11 +175,16 @@ class CoreMachine(RuleBasedStateMachine):
     def resync(self, caching: bool, size: int) -> None:
         self.harness.resync(caching, size)
 
+    @precondition(lambda self: self.harness.scheduler.has_work)
+    @rule(executed_count=st.integers(0, 3))
+    def reconnect(self, executed_count: int) -> None:
+        self.harness.reconnect(executed_count)
+
     @rule(seconds=st.floats(0.0, 5.0))
     def wait(self, seconds: float) -> None:
         self.harness.now += seconds
 
-    @precondition(lambda self: self.harness.results)
+    @precondition(lambda self: self.harness.outstanding)
     @rule(
         spoil=st.sampled_from(
             [
@@ -152,9 +199,10 @@ class CoreMachine(RuleBasedStateMachine):
         )
     )
     def misdeliver(self, spoil: Callable[[StepResult], StepResult]) -> None:
+        result = self.harness.oldest_result()
         before = self.harness.scheduler.stats()
         with pytest.raises(ResultMismatch):
-            self.harness.scheduler.update(spoil(self.harness.results[0]))
+            self.harness.scheduler.update(spoil(result))
         assert self.harness.scheduler.stats() == before
 
     @invariant()
@@ -164,6 +212,9 @@ class CoreMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.drain()
+            for state, count in self.harness.reached.items():
+                if count:
+                    event(state)
 
 
 TestCoreMachine = CoreMachine.TestCase
@@ -172,10 +223,8 @@ TestCoreMachine.settings = settings(
 )
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 2**32))
-def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
-    """Long runs under pressure, where a sequence is preempted and comes back many times."""
+def run_crowd(seed: int) -> Harness:
+    """A long run under pressure, where a sequence is preempted and comes back many times."""
     chance = random.Random(seed)
     config = config_of(
         size=chance.randint(1, 4),
@@ -185,10 +234,11 @@ def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
         budget=chance.choice([1, 2, 3, 5, 8, 16, 40]),
         ahead=chance.randint(1, 3),
         caching=chance.random() < 0.7,
+        drafts=chance.choice([0, 0, 1, 3]),
     )
     harness = Harness(replace(config, max_waiting_count=100))
     for number in range(25):
-        ask = ask_of(
+        make, pair = ask_of(
             base=chance.choice(BASES),
             cut=chance.randint(1, config.max_sequence_token_count - 1),
             max_tokens=chance.randint(1, 20),
@@ -196,14 +246,53 @@ def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
             ends=chance.random() < 0.2,
             priority=chance.randint(-2, 2),
             salt=chance.choice(["a", "a", "b"]),
+            output=chance.choice(KINDS),
+            pair=chance.choice(PAIRS),
         )
         harness.now += chance.random()
-        harness.submit(ask(number, harness.now))
+        harness.submit(make(number, harness.now), pair)
         for _ in range(chance.randint(0, 6)):
-            if chance.random() < 0.01 and harness.live:
-                harness.finish(chance.choice(harness.live), FinishReason.CANCELLED)
+            disturb(harness, chance)
             faulty = 0 if chance.random() < 0.01 else None
-            if harness.schedule(faulty) is None and harness.results:
+            if harness.send(faulty) is None and harness.outstanding:
                 harness.deliver()
             invariants.check(harness.scheduler)
     harness.drain()
+    return harness
+
+
+def disturb(harness: Harness, chance: random.Random) -> None:
+    """What happens now and then between two messages."""
+    if harness.unmasked and chance.random() < 0.5:
+        harness.allow(chance.choice(sorted(harness.unmasked)))
+    if harness.live and chance.random() < 0.01:
+        harness.finish(chance.choice(harness.live), FinishReason.CANCELLED)
+    if harness.sent and chance.random() < 0.3:
+        harness.execute()
+    if chance.random() < 0.02:
+        harness.reconnect(chance.randint(0, 3))
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
+    run_crowd(seed)
+
+
+def test_the_crowds_reach_what_they_should() -> None:
+    """A crowd to which nothing happens proves nothing."""
+    reached = Counter[str]()
+    for seed in range(60):
+        reached += run_crowd(seed).reached
+    for state in (
+        "rows with several tokens",
+        "drafts behind open drafts",
+        "held beside sampled",
+        "samples of several rows",
+        "samples beside steps in flight",
+        "parked",
+        "unparked",
+        "reconnects with KV kept",
+        "hits right after a reconnect",
+    ):
+        assert reached[state] > 5, f"{state}: {reached[state]} times"

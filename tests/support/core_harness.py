@@ -6,7 +6,7 @@ and no steps, is what it must get in any company.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,21 +15,42 @@ from control_plane.core import invariants
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason, SequenceOutput
-from control_plane.core.plan import StepPlan, StepResult
-from control_plane.core.request import Request, SequenceId
+from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult
+from control_plane.core.request import OutputKind, Request, SequenceId
 from control_plane.core.scheduler import Scheduler
-from tests.support.checking_worker import WEIGHTS, CheckingWorker, next_token
+from tests.support.checking_worker import WEIGHTS, CheckingWorker, mask_of, next_allowed
+
+Pair = tuple[int, int]
 
 
-def alone(request: Request, longest: int) -> tuple[list[int], FinishReason]:
+class PairScanner:
+    """A stop string of two tokens."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self._last = -1
+
+    def push(self, token_ids: list[int]) -> int | None:
+        for index, token in enumerate(token_ids):
+            if (self._last, token) == self._pair:
+                return index + 1
+            self._last = token
+        return None
+
+
+def alone(request: Request, pair: Pair | None, longest: int) -> tuple[list[int], FinishReason]:
     """The naive model: one request, no batch, no blocks, no steps."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     while True:
-        token = next_token(request.seed, tokens)
+        constrained = request.output is OutputKind.HOLD
+        mask = mask_of(request.seed, tokens) if constrained else None
+        token = next_allowed(request.seed, tokens, mask)
         tokens.append(token)
         output.append(token)
         if token in request.stop.stop_token_ids | request.stop.end_of_sequence_ids:
+            return output, FinishReason.STOP
+        if pair is not None and tuple(output[-2:]) == pair:
             return output, FinishReason.STOP
         if len(output) == request.stop.max_tokens or len(tokens) == longest:
             return output, FinishReason.LENGTH
@@ -37,17 +58,26 @@ def alone(request: Request, longest: int) -> tuple[list[int], FinishReason]:
 
 @dataclass
 class Harness:
-    """A scheduler, its worker, what lies between them, and what every client has got so far."""
+    """A scheduler, its worker, what lies between them, and what every client has got so far.
+
+    `reached` counts how often a run came to what it should come to.
+    """
 
     config: SchedulerConfig
     now: float = 0.0
     epoch: int = 1
     requests: dict[SequenceId, Request] = field(default_factory=dict)
+    pairs: dict[SequenceId, Pair | None] = field(default_factory=dict)
     outputs: dict[SequenceId, list[int]] = field(default_factory=dict)
     reasons: dict[SequenceId, FinishReason] = field(default_factory=dict)
     interrupted: set[SequenceId] = field(default_factory=set)
+    unmasked: set[SequenceId] = field(default_factory=set)
+    """Those that hold, and whose next mask was not told yet."""
     salts: dict[int, str] = field(default_factory=dict)
+    sent: deque[tuple[Message, int | None]] = field(default_factory=deque)
+    """Messages that the worker has not executed, and which of their rows is to fail."""
     results: deque[StepResult] = field(default_factory=deque)
+    reached: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, self.epoch, WEIGHTS)
@@ -58,43 +88,84 @@ class Harness:
     def live(self) -> list[SequenceId]:
         return [name for name in self.requests if name not in self.reasons]
 
-    def submit(self, request: Request) -> None:
+    @property
+    def outstanding(self) -> int:
+        """Messages whose results were not delivered."""
+        return len(self.sent) + len(self.results)
+
+    def submit(self, request: Request, pair: Pair | None = None) -> None:
         longest = self.config.max_sequence_token_count - 1
         waiting = self.scheduler.stats().waiting
         name = SequenceId(request.seed)
         self.salts[request.seed] = request.cache_salt
+        scanner = None if pair is None else PairScanner(pair)
         if len(request.prompt_token_ids) > longest:
             with pytest.raises(RequestTooLong, match=str(longest)):
-                self.scheduler.add(name, request)
+                self.scheduler.add(name, request, scanner)
         elif waiting >= self.config.max_waiting_count:
             with pytest.raises(QueueFull) as refused:
-                self.scheduler.add(name, request)
+                self.scheduler.add(name, request, scanner)
             assert refused.value.retry_after > 0
         else:
-            self.scheduler.add(name, request)
+            self.scheduler.add(name, request, scanner)
             self.requests[name] = request
+            self.pairs[name] = pair
             self.outputs[name] = []
+            if request.output is OutputKind.HOLD:
+                self.unmasked.add(name)
             with pytest.raises(AssertionError):
-                self.scheduler.add(name, request)
+                self.scheduler.add(name, request, scanner)
 
-    def schedule(self, faulty: int | None = None) -> StepPlan | None:
+    def allow(self, name: SequenceId) -> None:
+        """The grammar says what may come next."""
+        request = self.requests[name]
+        tokens = [*request.prompt_token_ids, *self.outputs[name]]
+        self.unmasked.remove(name)
+        self.reached["unparked"] += name in self.scheduler.ledger.parked
+        self.scheduler.sample(name, mask_of(request.seed, tokens))
+
+    def send(self, faulty: int | None = None) -> Message | None:
+        """The next message on its way to the worker, if there is one."""
         ledger = self.scheduler.ledger
-        full = len(ledger.inflight) >= self.config.max_inflight_step_count
-        first = ledger.running.first if ledger.running else None
-        fresh = first is not None and first.computed < first.token_limit - 1
-        plan = self.scheduler.schedule(self.now)
-        if plan is None:
-            assert full or ledger.inflight or not ledger.sequences, "work, but no plan"
+        full = ledger.open_step_count >= self.config.max_inflight_step_count
+        ready = set(ledger.ready)
+        first = next((sequence for sequence in ledger.running if not sequence.held), None)
+        fresh = first is not None and first.computed + first.ahead < first.token_limit - 1
+        message = self.scheduler.next_message(self.now)
+        if message is None:
+            idle = not ledger.waiting and all(sequence.held for sequence in ledger.running)
+            assert full or ledger.inflight or idle, "work, but no plan"
             return None
-        assert not full
-        if first is not None and fresh:
-            assert first.row in plan.scheduled.rows, "the first of all did not go on"
-        assert plan.scheduled.rows or plan.removed_rows
-        self.results.append(self.worker.execute(plan, faulty))
-        return plan
+        self.sent.append((message, faulty))
+        if isinstance(message, SamplePlan):
+            assert ready and message.rows
+            self.reached["samples of several rows"] += len(message.rows) > 1
+            self.reached["samples beside steps in flight"] += ledger.open_step_count > 0
+        else:
+            assert not full and not ready
+            assert message.scheduled.rows or message.removed_rows
+            if first is not None and fresh:
+                assert first.row in message.scheduled.rows, "the first of all did not go on"
+            self._note(message)
+        return message
+
+    def execute(self) -> None:
+        """The worker executes the oldest message that it has not executed."""
+        message, faulty = self.sent.popleft()
+        self.results.append(self.worker.execute(message, faulty))
+
+    def oldest_result(self) -> StepResult:
+        """The next to be delivered."""
+        if not self.results:
+            self.execute()
+        return self.results[0]
 
     def deliver(self) -> None:
-        for output in self.scheduler.update(self.results.popleft()):
+        result = self.oldest_result()
+        self.results.popleft()
+        self.reached["rows with several tokens"] += any(count > 1 for count in result.token_counts)
+        self.reached["held beside sampled"] += bool(result.held_rows and result.rows)
+        for output in self.scheduler.update(result):
             self.take(output)
 
     def take(self, output: SequenceOutput) -> None:
@@ -103,13 +174,17 @@ class Harness:
         assert output.tokens.ids or output.finish
         self.outputs[name] += output.tokens.ids
         request = self.requests[name]
-        expected, reason = alone(request, self.config.max_sequence_token_count)
+        longest = self.config.max_sequence_token_count
+        expected, reason = alone(request, self.pairs[name], longest)
         got = self.outputs[name]
         if output.finish is None:
             assert got == expected[: len(got)] and len(got) < len(expected)
+            if request.output is OutputKind.HOLD:
+                self.unmasked.add(name)
             return
         finish = output.finish
         self.reasons[name] = finish.reason
+        self.unmasked.discard(name)
         assert finish.usage.prompt_tokens == len(request.prompt_token_ids)
         assert finish.usage.completion_tokens == len(got)
         assert 0 <= finish.usage.cached_prompt_tokens < len(request.prompt_token_ids)
@@ -121,7 +196,9 @@ class Harness:
         else:
             assert (got, finish.reason) == (expected, reason)
             own = request.stop.stop_token_ids
-            assert finish.stop_token_id == (got[-1] if got[-1] in own else None)
+            by_string = tuple(got[-2:]) == self.pairs[name]
+            is_own = got[-1] in own and not by_string
+            assert finish.stop_token_id == (got[-1] if is_own else None)
 
     def finish(self, name: SequenceId, reason: FinishReason) -> None:
         finish = self.scheduler.finish(name, reason)
@@ -129,6 +206,7 @@ class Harness:
         assert finish.usage.completion_tokens == len(self.outputs[name])
         self.reasons[name] = reason
         self.interrupted.add(name)
+        self.unmasked.discard(name)
         assert self.scheduler.finish(name, reason) is None
 
     def resync(self, caching: bool, block_size: int) -> None:
@@ -143,8 +221,21 @@ class Harness:
         )
         self.cached |= caching
         self.worker = CheckingWorker(self.config, self.epoch, self.salts)
+        self.sent.clear()
         self.results.clear()
         assert self.scheduler.resync(self.config, self.epoch, WEIGHTS) == []
+
+    def reconnect(self, executed_count: int) -> None:
+        """The same worker after a broken connection, at which it had executed so many messages
+        more whose results never came. It keeps its KV."""
+        for _ in range(min(executed_count, len(self.sent))):
+            self.execute()
+        self.epoch += 1
+        self.worker.attach(self.epoch)
+        self.sent.clear()
+        self.results.clear()
+        assert self.scheduler.resync(self.config, self.epoch, WEIGHTS, keep_kv=True) == []
+        self.reached["reconnects with KV kept"] += len(self.scheduler.ledger.cache) > 0
 
     def drain(self) -> None:
         """To the end in bounded steps, with as many plans in flight as may be."""
@@ -152,16 +243,28 @@ class Harness:
         bound = 20 + 40 * (sum(lengths) + self.config.max_sequence_token_count * len(lengths))
         while self.scheduler.has_work:
             assert (bound := bound - 1) > 0, "requests do not end"
-            while self.schedule() is not None:
+            while self.send() is not None:
                 invariants.check(self.scheduler)
-            self.deliver()
+            if self.outstanding:
+                self.deliver()
+            else:
+                assert self.unmasked, "nothing in flight, and nobody waits for a mask"
+                self.allow(min(self.unmasked))
             invariants.check(self.scheduler)
         assert not self.live, "no work left, but a request is not over"
         assert not self.worker.rows, "an idle worker keeps rows"
         stats = self.scheduler.stats()
         assert stats.generated_tokens == sum(map(len, self.outputs.values()))
         assert stats.submitted == len(self.requests) == sum(stats.finished.values())
-        assert self.scheduler.schedule(self.now) is None
+        assert self.scheduler.next_message(self.now) is None
         if not self.interrupted:
             prompts = sum(len(request.prompt_token_ids) for request in self.requests.values())
             assert stats.prompt_tokens + stats.cached_prompt_tokens == prompts
+
+    def _note(self, plan: StepPlan) -> None:
+        columns, ledger = plan.scheduled, self.scheduler.ledger
+        self.reached["drafts behind open drafts"] += any(columns.open_step_distances)
+        self.reached["parked"] += bool(ledger.parked)
+        if self.epoch > 1 and plan.step_id == 1:
+            hits = any(sequence.computed_token_count for sequence in plan.added)
+            self.reached["hits right after a reconnect"] += hits
