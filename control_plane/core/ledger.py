@@ -38,9 +38,7 @@ class InflightStep:
     draft_counts: list[int] = field(default_factory=list)
     """Drafts that each of `rows` verifies; empty: none does."""
     held_rows: list[Row] = field(default_factory=list)
-    """Rows whose logits the step holds: a fault, or nothing but their names."""
-    held: list[Sequence] = field(default_factory=list)
-    """Those of `held_rows`."""
+    """Rows whose logits the step holds: the result brings their names and nothing else."""
     scheduled: ScheduledRows | None = None
     """What the step computes; None: the message is a SamplePlan and computes nothing."""
 

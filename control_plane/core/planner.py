@@ -53,7 +53,6 @@ class _Planner:
         "chunked",
         "columns",
         "draft_counts",
-        "held",
         "held_rows",
         "ledger",
         "max_draft_count",
@@ -73,7 +72,6 @@ class _Planner:
         self.sampled_rows: list[Row] = []
         self.draft_counts: list[int] = []
         """Of the sampled rows; empty where there is no drafter."""
-        self.held: list[Sequence] = []
         self.held_rows: list[Row] = []
         self.chunked: list[Sequence] = []
         """Those whose new full blocks are registered once the plan is complete."""
@@ -99,7 +97,6 @@ class _Planner:
                 sequences=self.sampled,
                 draft_counts=self.draft_counts,
                 held_rows=self.held_rows,
-                held=self.held,
                 scheduled=self.columns,
             )
         )
@@ -294,7 +291,6 @@ class _Planner:
         """The plan computes the sequence's last token and so many drafts behind it."""
         sequence.reached_end(steady=not self.max_draft_count, draft_count=draft_count)
         if sequence.held:
-            self.held.append(sequence)
             self.held_rows.append(sequence.row)
             self.ledger.hold(sequence)
             return

@@ -84,7 +84,7 @@ def _faulted(step: InflightStep, faults: list[RowFault]) -> list[tuple[Sequence,
     if not faults:
         return []
     by_row = {fault.row: fault for fault in faults}
-    rows = zip(step.rows + step.held_rows, step.sequences + step.held, strict=True)
+    rows = zip(step.rows, step.sequences, strict=True)
     return [(sequence, by_row[row]) for row, sequence in rows if row in by_row]
 
 
@@ -131,21 +131,20 @@ def _problem(epoch: int, step: InflightStep, result: StepResult) -> str | None:
             f"a result of step {result.step_id} in epoch {result.epoch}, expected step "
             f"{step.step_id} in epoch {epoch}"
         )
-    rows, held_rows, draft_counts = step.rows, step.held_rows, step.draft_counts
+    rows, draft_counts = step.rows, step.draft_counts
     if result.faults:
         faulted = {fault.row for fault in result.faults}
         if len(faulted) != len(result.faults):
             return f"step {step.step_id} has two faults for one row"
-        if not faulted.issubset(rows + held_rows):
+        if not faulted.issubset(rows):
             return f"step {step.step_id} has a fault for a row that was not sampled"
         draft_counts = [
             count for row, count in zip(rows, draft_counts, strict=False) if row not in faulted
         ]
         rows = [row for row in rows if row not in faulted]
-        held_rows = [row for row in held_rows if row not in faulted]
     if result.rows != rows:
         return f"step {step.step_id} has tokens for other rows than were sampled"
-    if result.held_rows != held_rows:
+    if result.held_rows != step.held_rows:
         return f"step {step.step_id} holds other rows than those that were to be held"
     return _problem_with_tokens(step.step_id, len(rows), draft_counts, result)
 

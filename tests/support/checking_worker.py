@@ -77,7 +77,6 @@ class WorkerRow:
     sampled_step: int = 0
     sampled_token: int = -1
     held_step: int = 0
-    faulted_step: int = 0
     accepted: dict[int, int] = field(default_factory=dict)
 
 
@@ -134,7 +133,7 @@ class CheckingWorker:
         self.rows: dict[int, WorkerRow] = {}
 
     def execute(self, message: Message, faulty: int | None) -> StepResult:
-        """`faulty` is the index of the row that fails, of those that get tokens or are held."""
+        """`faulty` is the index of the row that fails, of those that get tokens."""
         if isinstance(message, SamplePlan):
             return self._sample(message, faulty)
         return self._step(message, faulty)
@@ -148,19 +147,11 @@ class CheckingWorker:
         for sequence in plan.added:
             self._add(sequence)
         tokens = self._run(plan)
-        ends = [
-            number
-            for number in plan.scheduled.rows
-            if number in tokens or self.rows[number].held_step == plan.step_id
-        ]
-        faulted = ends[faulty : faulty + 1] if faulty is not None else []
+        faulted = list(tokens)[faulty : faulty + 1] if faulty is not None else []
         for number in faulted:
-            tokens.pop(number, None)
-            row = self.rows[number]
-            row.held_step = 0
-            row.faulted_step = row.sampled_step = plan.step_id
-            row.sampled_token = 0  # for plans that nobody knew to be void
-        held = [number for number in ends if self.rows[number].held_step == plan.step_id]
+            del tokens[number]
+        rows = plan.scheduled.rows
+        held = [number for number in rows if self.rows[number].held_step == plan.step_id]
         return result_of(plan, tokens, held, faulted)
 
     def _sample(self, plan: SamplePlan, faulty: int | None) -> StepResult:
@@ -175,16 +166,13 @@ class CheckingWorker:
         tokens: dict[Row, list[int]] = {}
         for number in plan.rows:
             row = self.rows[number]
-            if row.faulted_step == plan.step_id:  # nobody knew when this message was made
-                faulted = sorted({*faulted, number})
-                continue
             assert row.held_step == plan.step_id, "samples a row that the step does not hold"
             row.held_step = 0
             row.sampled_step = plan.step_id
             row.sampled_token = next_allowed(row.seed, row.tokens, masks.get(number))
             tokens[number] = [row.sampled_token]
         for number in faulted:
-            tokens.pop(number, None)
+            del tokens[number]
         return result_of(plan, tokens, [], faulted)
 
     def _add(self, sequence: AddedSequence) -> None:
