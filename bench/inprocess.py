@@ -47,7 +47,7 @@ class InProcessWorker:
         try:
             if epoch is None:
                 epoch = max(self._facade.worker_info().epoch, self._last_epoch) + 1
-            info, _ = await self._facade.attach(
+            claim = await self._facade.attach(
                 epoch, self._controller_id, CONTRACT_VERSION, CONTRACT_VERSION
             )
             pool = await self._facade.memory_pool()
@@ -58,7 +58,9 @@ class InProcessWorker:
         self._results = asyncio.Queue()
         return (
             control_convert.info_from_pb(
-                info_pb2.WorkerInfo.FromString(worker_convert.info_to_pb(info).SerializeToString())
+                info_pb2.WorkerInfo.FromString(
+                    worker_convert.info_to_pb(claim.worker_info).SerializeToString()
+                )
             ),
             control_convert.pool_from_pb(
                 info_pb2.MemoryPool.FromString(worker_convert.pool_to_pb(pool).SerializeToString())

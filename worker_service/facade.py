@@ -64,6 +64,16 @@ class _Loaded:
     room: asyncio.Semaphore
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a claim answers: the worker, the contract version to speak, and the epoch of the claim
+    before it; 0: there was none."""
+
+    worker_info: WorkerInfo
+    contract_version: int
+    previous_epoch: int
+
+
 class WorkerFacade:
     """One worker. Made and used on one event loop.
 
@@ -105,8 +115,8 @@ class WorkerFacade:
 
     async def attach(
         self, epoch: int, controller_id: str, minimum_version: int, maximum_version: int
-    ) -> tuple[WorkerInfo, int]:
-        """Claims the worker; answers with it and the contract version to speak.
+    ) -> Claim:
+        """Claims the worker.
 
         Older epochs are fenced at once, plans that wait for the device included; the answer comes
         when the running step is over and the batch is cleared. Raises StaleEpoch, also when a
@@ -116,7 +126,7 @@ class WorkerFacade:
         version = _shared_version(minimum_version, maximum_version)
         if epoch <= self._claimed_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the current, {self._claimed_epoch}")
-        self._claimed_epoch = epoch
+        previous, self._claimed_epoch = self._claimed_epoch, epoch
         _logger.info("claimed", extra=fields(epoch=epoch, controller_id=controller_id))
 
         def begin() -> None:
@@ -125,7 +135,7 @@ class WorkerFacade:
 
         await (await self._enqueue(begin))
         self._require_claim(epoch)
-        return self.worker_info(), version
+        return Claim(self.worker_info(), version, previous)
 
     async def submit(
         self, plan: StepPlan, pipeline: Pipeline | None = None

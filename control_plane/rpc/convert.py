@@ -154,6 +154,10 @@ def _scheduled_to_pb(scheduled: ScheduledRows) -> step_pb2.ScheduledRows:
         literal_tokens=scheduled.literal_tokens,
         appended_block_counts=_unless_all_zero(scheduled.appended_block_counts),
         appended_blocks=scheduled.appended_blocks,
+        draft_counts=_unless_all_zero(scheduled.draft_counts),
+        literal_draft_counts=_unless_all_zero(scheduled.literal_draft_counts),
+        literal_drafts=scheduled.literal_drafts,
+        open_step_distances=_unless_all_zero(scheduled.open_step_distances),
     )
 
 

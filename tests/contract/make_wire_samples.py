@@ -49,10 +49,14 @@ PLAN = step_pb2.StepPlan(
         start_positions=[2, 1000, 16],
         token_counts=[1, 1, 2],
         source_step_distances=[0, 1, 0],
-        literal_token_counts=[0, 0, 2],
-        literal_tokens=[5, 6],
+        literal_token_counts=[0, 0, 1],
+        literal_tokens=[5],
         appended_block_counts=[0, 1, 2],
         appended_blocks=[11, 12, 13],
+        draft_counts=[0, 0, 1],
+        literal_draft_counts=[0, 0, 1],
+        literal_drafts=[6],
+        open_step_distances=[0, 2, 0],
     ),
 )
 RESULT = step_pb2.StepResult(
@@ -129,7 +133,9 @@ SAMPLES: dict[str, Message] = {
         controller_id="control-0",
         contract_versions=info_pb2.ContractVersionRange(minimum=1, maximum=2),
     ),
-    "attach_response": model_runner_pb2.AttachResponse(worker_info=INFO, contract_version=1),
+    "attach_response": model_runner_pb2.AttachResponse(
+        worker_info=INFO, contract_version=1, previous_epoch=2
+    ),
     "get_worker_info_response": model_runner_pb2.GetWorkerInfoResponse(worker_info=INFO),
     "get_memory_pool_response": model_runner_pb2.GetMemoryPoolResponse(memory_pool=POOL),
     "forward_request": model_runner_pb2.ForwardRequest(plan=PLAN),

@@ -52,6 +52,9 @@ def scheduled(draw: st.DrawFn) -> control.ScheduledRows:
     literal_counts, block_counts = column(2), column(2)
     literal = st.lists(uint31, min_size=sum(literal_counts), max_size=sum(literal_counts))
     blocks = st.lists(uint31, min_size=sum(block_counts), max_size=sum(block_counts))
+    literal_draft_counts = column(2)
+    draft_count = sum(literal_draft_counts)
+    drafts = st.lists(uint31, min_size=draft_count, max_size=draft_count)
     return control.ScheduledRows(
         rows=rows,
         start_positions=column(),
@@ -61,6 +64,10 @@ def scheduled(draw: st.DrawFn) -> control.ScheduledRows:
         literal_tokens=draw(literal),
         appended_block_counts=block_counts,
         appended_blocks=draw(blocks),
+        draft_counts=column(3),
+        literal_draft_counts=literal_draft_counts,
+        literal_drafts=draw(drafts),
+        open_step_distances=column(),
     )
 
 
@@ -91,6 +98,10 @@ COLUMNS = (
     "literal_tokens",
     "appended_block_counts",
     "appended_blocks",
+    "draft_counts",
+    "literal_draft_counts",
+    "literal_drafts",
+    "open_step_distances",
 )
 
 

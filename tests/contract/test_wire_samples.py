@@ -54,10 +54,14 @@ def test_a_stored_plan_is_the_same_plan_to_the_worker(path: Path) -> None:
     assert scheduled.start_positions.tolist() == [2, 1000, 16]
     assert scheduled.token_counts.tolist() == [1, 1, 2]
     assert scheduled.source_step_distances.tolist() == [0, 1, 0]
-    assert scheduled.literal_token_counts.tolist() == [0, 0, 2]
-    assert scheduled.literal_tokens.tolist() == [5, 6]
+    assert scheduled.literal_token_counts.tolist() == [0, 0, 1]
+    assert scheduled.literal_tokens.tolist() == [5]
     assert scheduled.appended_block_counts.tolist() == [0, 1, 2]
     assert scheduled.appended_blocks.tolist() == [11, 12, 13]
+    assert scheduled.draft_counts.tolist() == [0, 0, 1]
+    assert scheduled.literal_draft_counts.tolist() == [0, 0, 1]
+    assert scheduled.literal_drafts.tolist() == [6]
+    assert scheduled.open_step_distances.tolist() == [0, 2, 0]
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.stem == "sample_request"], ids=str)

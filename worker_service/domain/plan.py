@@ -65,7 +65,8 @@ def _empty() -> IntColumn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledRows:
-    """Parallel int32 columns of length [rows]; `literal_tokens` and `appended_blocks` are flat."""
+    """Parallel int32 columns of length [rows]; `literal_tokens`, `appended_blocks` and
+    `literal_drafts` are flat."""
 
     rows: IntColumn = field(default_factory=_empty)
     start_positions: IntColumn = field(default_factory=_empty)
@@ -75,6 +76,10 @@ class ScheduledRows:
     literal_tokens: IntColumn = field(default_factory=_empty)
     appended_block_counts: IntColumn = field(default_factory=_empty)
     appended_blocks: IntColumn = field(default_factory=_empty)
+    draft_counts: IntColumn = field(default_factory=_empty)
+    literal_draft_counts: IntColumn = field(default_factory=_empty)
+    literal_drafts: IntColumn = field(default_factory=_empty)
+    open_step_distances: IntColumn = field(default_factory=_empty)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

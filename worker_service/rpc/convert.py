@@ -236,6 +236,7 @@ def _scheduled_from_pb(scheduled: step_pb2.ScheduledRows) -> ScheduledRows:
 
     literal_counts = parallel("literal_token_counts", scheduled.literal_token_counts, 0)
     block_counts = parallel("appended_block_counts", scheduled.appended_block_counts, 0)
+    draft_counts = parallel("literal_draft_counts", scheduled.literal_draft_counts, 0)
     return ScheduledRows(
         rows=rows,
         start_positions=parallel("start_positions", scheduled.start_positions, None),
@@ -249,6 +250,12 @@ def _scheduled_from_pb(scheduled: step_pb2.ScheduledRows) -> ScheduledRows:
         appended_blocks=flat(
             "appended_blocks", scheduled.appended_blocks, "appended_block_counts", block_counts
         ),
+        draft_counts=parallel("draft_counts", scheduled.draft_counts, 0),
+        literal_draft_counts=draft_counts,
+        literal_drafts=flat(
+            "literal_drafts", scheduled.literal_drafts, "literal_draft_counts", draft_counts
+        ),
+        open_step_distances=parallel("open_step_distances", scheduled.open_step_distances, 0),
     )
 
 

@@ -44,11 +44,13 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     ) -> model_runner_pb2.AttachResponse:
         """Claims the worker."""
         versions = request.contract_versions
-        info, version = await self._facade.attach(
+        claim = await self._facade.attach(
             request.epoch, request.controller_id, versions.minimum, versions.maximum
         )
         return model_runner_pb2.AttachResponse(
-            worker_info=convert.info_to_pb(info), contract_version=version
+            worker_info=convert.info_to_pb(claim.worker_info),
+            contract_version=claim.contract_version,
+            previous_epoch=claim.previous_epoch,
         )
 
     async def GetWorkerInfo(  # noqa: N802

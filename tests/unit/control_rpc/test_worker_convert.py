@@ -74,10 +74,14 @@ def test_the_worker_reads_what_was_planned() -> None:
         start_positions=[0, 17, 3],
         token_counts=[5, 1, 2],
         source_step_distances=[0, 2, 0],
-        literal_token_counts=[0, 0, 2],
-        literal_tokens=[11, 49151],
+        literal_token_counts=[0, 0, 1],
+        literal_tokens=[49151],
         appended_block_counts=[1, 0, 2],
         appended_blocks=[BlockId(8), BlockId(5), BlockId(6)],
+        draft_counts=[0, 0, 1],
+        literal_draft_counts=[0, 0, 1],
+        literal_drafts=[11],
+        open_step_distances=[0, 2, 0],
     )
     added = AddedSequence(
         row=Row(4),
@@ -126,6 +130,26 @@ def test_counts_that_say_something_are_sent(counts: list[int]) -> None:
         appended_block_counts=[0, 0, 0],
     )
     assert list(plan_to_pb(plan(scheduled)).scheduled.token_counts) == counts
+
+
+def test_columns_about_drafts_are_sent_where_there_are_any() -> None:
+    scheduled = decode_rows(3, random.Random(3))
+    scheduled.draft_counts.extend([0, 0, 0])
+    scheduled.open_step_distances.extend([0, 0, 0])
+    message = plan_to_pb(plan(scheduled)).scheduled
+    assert not message.draft_counts and not message.open_step_distances
+    scheduled.draft_counts[1] = 2
+    scheduled.open_step_distances[2] = 1
+    message = plan_to_pb(plan(scheduled)).scheduled
+    assert (list(message.draft_counts), list(message.open_step_distances)) == (
+        [0, 2, 0],
+        [0, 0, 1],
+    )
+    read = as_worker_reads(plan(scheduled)).scheduled
+    assert (read.draft_counts.tolist(), read.open_step_distances.tolist()) == (
+        [0, 2, 0],
+        [0, 0, 1],
+    )
 
 
 def test_a_plan_that_only_removes_has_no_scheduled_rows() -> None:

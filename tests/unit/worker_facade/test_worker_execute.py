@@ -81,6 +81,14 @@ async def test_two_plans_in_flight_are_answered_in_order():
         assert await call.code() is grpc.StatusCode.OK
 
 
+async def test_a_claim_names_the_claim_before_it():
+    async with serving() as rig:
+        assert (await rig.attach(3)).previous_epoch == 0
+        assert (await rig.attach(4)).previous_epoch == 3
+        assert (await refusal(rig.attach(4))).reason == "STALE_EPOCH"
+        assert (await rig.attach(9)).previous_epoch == 4
+
+
 async def test_the_stream_says_what_unary_calls_say():
     plans = [first(), following(2), following(3), forward(4, remove=[0])]
     async with serving() as rig:

@@ -84,6 +84,16 @@ INVALID: dict[str, tuple[str, Change]] = {
         "plan.added[0].prompt_token_count",
         plan_adding(added(1, [1], [20], prompt_token_count=2)),
     ),
+    "drafts without a drafter": (
+        "plan.scheduled.draft_counts",
+        plan_with(
+            token_counts=[2], literal_token_counts=[1], literal_tokens=[3], draft_counts=[1]
+        ),
+    ),
+    "an open start without a drafter": (
+        "plan.scheduled.draft_counts",
+        plan_with(source_step_distances=[1], open_step_distances=[1]),
+    ),
     "step zero": ("plan.step_id", lambda p: setattr(p, "step_id", 0)),
     "removed row out of range": ("plan.removed_rows", lambda p: p.removed_rows.append(8)),
     "removed row over int32": ("plan.removed_rows", lambda p: p.removed_rows.append(2**31)),
