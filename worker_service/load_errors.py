@@ -37,4 +37,4 @@ class KVPoolTooLarge(LoadError):
 
 
 class ExecutorUnavailable(LoadError):
-    """Every executor that was considered has refused, or there is none of that name."""
+    """Every executor that was considered has refused, or none has that name."""

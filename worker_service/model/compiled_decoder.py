@@ -41,8 +41,8 @@ class CompiledDecoder:
         progress: Callable[[str], None],
     ) -> None:
         """`spec` has no other than SUPPORTED_TRAITS. `caches`, one per layer. `max_length` bounds
-        positions, `max_tokens` a step's tokens, `max_rows` its logits. `group_size`: pack to int8
-        with a scale per so many columns; None keeps float32."""
+        positions, `max_tokens` a step's tokens, `max_rows` its logits. `group_size`: columns that
+        share a scale when weights are packed to int8; None keeps float32."""
         self._kernels = kernels
         self._loader = loader
         self._group_size = group_size

@@ -1,30 +1,31 @@
 // y = x W^T (+ bias) for packed W: in float32 here, in int8 by linear_int8.cpp.
 //
 // Batch invariance: y[row, column] is one chain of fused multiply-adds over k, ascending, from 0.
-// How rows are tiled, k is cut and panels are shared among threads changes which element is
-// computed when, never an element's own chain: a chain that is interrupted is stored to y as it
-// stands and taken up again.
+// How rows are tiled, how k is cut and how threads share the panels decides when an element is
+// computed, but never changes its chain: an interrupted chain is stored to y and continued from
+// there.
 //
-// Few rows: one pass over the panel for all of them; the weights' stream from memory is the cost.
-// Many rows: k in pieces whose panel part stays in the first cache while every tile of rows passes
-// over it; meanwhile the next piece is fetched.
+// Few rows: one pass over the panel serves all of them. Reading the weights from memory is the cost.
+// Many rows: k is cut into pieces whose part of the panel stays in the first-level cache while every
+// tile of rows passes over it. Meanwhile the next piece is prefetched.
 #include "kernels.h"
 #include "linear_int8.h"
 
 namespace TWK_NAMESPACE {
 namespace {
 
-// Of weights, beside a tile of x in the first cache: of 48 kB where there is AVX-512, else of 32.
-// With two tiles of rows the next piece comes nearly as fast as this one is used, so both must fit.
+// Bytes of weights in a piece. It shares the first-level cache with a tile of x: 48 kB where there is
+// AVX-512, otherwise 32 kB. With two tiles of rows the next piece arrives almost as fast as this one
+// is used, so both must fit.
 constexpr int64_t kPieceBytes = TWK_ISA >= 2 ? 36 * 1024 : 20 * 1024;
 constexpr int64_t kPieceBytesOfTwo = TWK_ISA >= 2 ? 36 * 1024 : 12 * 1024;
-// Into the second cache, or where pieces are small into the first.
+// Prefetches go to the second-level cache, or to the first where pieces are small.
 constexpr int kFetchLocality = TWK_ISA >= 2 ? 2 : 3;
 constexpr int64_t kFetchAhead = 4096;
-// Lines of weights between two fetches: what one or some steps of k read.
+// Lines of weights between two prefetches: what one or a few steps of k read.
 constexpr int kStreamLines = TWK_ISA >= 2 ? 3 : 4;
 constexpr int64_t kRowsPerTask = 64;         // a multiple of kTileRows
-constexpr int64_t kGroupBytes = 768 * 1024;  // of x, read once per panel: in the second cache
+constexpr int64_t kGroupBytes = 768 * 1024;  // of x, read once per panel: fits the second-level cache
 
 // What one pass of a tile reads and writes.
 struct Pass {
@@ -156,8 +157,8 @@ void run_block(const Block& block) {
   }
 }
 
-// By way of a buffer where the outputs are gone over several times, because rows of y can lie so
-// that their lines push each other out of the first cache; and where only some `lanes` exist.
+// Goes through a buffer in two cases. Where several passes update the outputs, rows of y can lie so
+// that their lines evict each other from the first-level cache. And a last panel has fewer `lanes`.
 void run_buffered(Block block, int64_t lanes) {
   if (lanes == kPanelWidth && block.rows <= kTileRows) return run_block(block);
   float buffer[kRowsPerTask * kPanelWidth], padded[kPanelWidth];

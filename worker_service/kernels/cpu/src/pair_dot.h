@@ -26,7 +26,7 @@ TWK_INLINE Ints dot(Pairs a, Pairs b, Ints sums) {
   return _mm512_add_epi32(sums, _mm512_madd_epi16(a, b));
 }
 #endif
-// Keeps a sum in its register: GCC else orders the loop so that it runs out of them.
+// Keeps a sum in its register. Without it GCC orders the loop so that it runs out of registers.
 TWK_INLINE void keep(Ints& sums) { asm("" : "+v"(sums)); }
 
 #elif TWK_ISA == 1

@@ -2,7 +2,7 @@
 //
 // float32: panel p holds W[p * width + lane, column] at [column][lane], lanes past n are 0.
 // int8: for each group of columns, `width` float32 scales, then the int8 values by pairs of
-// columns, [column / 2][lane][column % 2], a group's columns made up to whole steps with zeros; the
+// columns, [column / 2][lane][column % 2], a group's columns padded with zeros to whole steps; the
 // weight is value * scale. A panel is one stream that is read once, in order.
 #pragma once
 
@@ -36,7 +36,7 @@ struct Panels {
   }
   int64_t group_length(int64_t which) const { return smaller(group, k - which * group); }
   int64_t lanes(int64_t index) const { return smaller(kPanelWidth, n - index * kPanelWidth); }
-  // How many columns are kept for so many of int8.
+  // How many columns are stored for `columns` of int8.
   static int64_t kept(int64_t columns) { return ceil_div(columns, kStepColumns) * kStepColumns; }
 
   const char* data;

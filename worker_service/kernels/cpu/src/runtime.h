@@ -14,7 +14,7 @@ void run_tasks(TwkContext* context, int64_t count, Task task, void* argument);
 int thread_count(const TwkContext* context);
 
 // Uninitialised memory, 64-byte aligned, valid until the next call for the same use and thread.
-enum class Use { kAttention, kQuery, kHidden, kNormed, kProjected, kAttended, kGateUp, kActive,
+enum class Use { kQuery, kHidden, kNormed, kProjected, kAttended, kGateUp, kActive,
                  kPartials, kTasks, kQuantized, kScales, kCount };
 void* scratch(TwkContext* context, Use use, int64_t bytes);
 void* thread_scratch(TwkContext* context, int thread, int64_t bytes);

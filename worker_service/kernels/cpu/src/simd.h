@@ -71,7 +71,7 @@ TWK_INLINE Vec scale_by_power(Vec v, Vec n) { return _mm512_scalef_ps(v, n); }
 #elif TWK_ISA == 1
 
 constexpr int kWidth = 8;
-// Not 4 x 3, for which GCC runs out of registers and reads the weights anew for every row.
+// Not 4 x 3: GCC then runs out of registers and reads the weights again for every row.
 constexpr int kTileRows = 6;
 constexpr int kPanelVectors = 2;
 using Vec = __m256;
