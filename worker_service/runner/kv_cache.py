@@ -35,9 +35,9 @@ class LayerMemory:
 class KVCache:
     """The memory of all blocks. A block has a part in every layer; `layers` has one per layer.
 
-    Nothing is written before it is needed, so the host's memory is not touched until then: what a
-    sequence finds in a block that it takes is unspecified. An executor that cannot have that calls
-    `clear_taken`.
+    Memory is not written before a step needs it, so that the host does not have to back it earlier.
+    The content of a block that a sequence takes is therefore unspecified. An executor that reads
+    slots before they are written calls `clear_taken` first.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ def _allocate(
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:
         raise KVPoolTooLarge(
-            f"this machine has no {size} bytes, a part of a KV pool of {pool_bytes} ({error}): "
+            f"this machine does not give {size} of the KV pool's {pool_bytes} bytes ({error}): "
             "give less by --kv-cache-memory-bytes"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel built without them refuses: small ones serve
+        with contextlib.suppress(OSError):  # a kernel without huge pages refuses; small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -175,13 +175,18 @@ SPECIAL: dict[Trait, DecoderSpec] = {
     ),
     Trait.MIXED_EPSILON: replace(SPEC, final_norm=replace(SPEC.final_norm, epsilon=1e-5)),
     Trait.NO_PRE_NORM: with_feed_forward(SPEC, lambda _, own: replace(own, pre_norm=None)),
-    Trait.POST_NORM: with_attention(SPEC, lambda _, own: replace(own, post_norm=own.pre_norm)),
+    Trait.POST_NORM: with_feed_forward(
+        with_attention(SPEC, lambda _, own: replace(own, post_norm=own.pre_norm)),
+        lambda _, own: replace(own, post_norm=own.pre_norm),
+    ),
     Trait.GELU: with_feed_forward(SPEC, lambda _, own: replace(own, activation=Activation.GELU)),
     Trait.GELU_TANH: with_feed_forward(
         SPEC, lambda _, own: replace(own, activation=Activation.GELU_TANH)
     ),
     Trait.UNGATED: with_feed_forward(SPEC, lambda _, own: replace(own, gated=False)),
-    Trait.EXPERTS: with_feed_forward(SPEC, lambda _, own: replace(own, experts=ExpertsSpec(8, 2))),
+    Trait.EXPERTS: with_feed_forward(
+        SPEC, lambda _, own: replace(own, experts=ExpertsSpec(8, 2, 1))
+    ),
     Trait.PARALLEL_BLOCKS: with_layers(SPEC, lambda _, own: replace(own, parallel=True)),
     Trait.RESIDUAL_SCALE: with_layers(SPEC, lambda _, own: replace(own, residual_scale=0.5)),
     Trait.EMBEDDING_SCALE: replace(SPEC, embedding_scale=4.0),
@@ -209,6 +214,27 @@ def test_an_executor_refuses_by_name_what_it_does_not_run(trait: Trait) -> None:
     ):
         reason = None if trait in supported else f"the model has {trait.value}"
         assert kind.probe(config) == reason
+
+
+def optional_fields(value: object) -> Iterator[tuple[type, str, bool]]:
+    """Each field with a default in a spec and its parts, and whether it has another value."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from optional_fields(item)
+    elif is_dataclass(value):
+        for field in fields(value):
+            own = getattr(value, field.name)
+            if field.default is not MISSING:
+                yield type(value), field.name, own != field.default
+            yield from optional_fields(own)
+
+
+def test_every_option_of_a_spec_has_a_trait() -> None:
+    """What a spec can say beyond the plainest decoder cannot be overlooked by an executor."""
+    found = {option for spec in SPECIAL.values() for option in optional_fields(spec)}
+    used = {(kind, name) for kind, name, is_used in found if is_used}
+    unused = {(kind, name) for kind, name, _ in found} - used
+    assert unused == {(DecoderSpec, "copies")}  # says nothing of what is computed
 
 
 def test_a_refusal_names_everything_that_is_lacking() -> None:
