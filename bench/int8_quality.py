@@ -22,8 +22,8 @@ from bench import options as flags
 from bench.results import Results
 from tests.golden.references import Reference, load_references
 from twinplane import models
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import DataType
-from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.load import LoadedModel, load_model
 from worker_service.runner.options import Quantization, RunnerOptions
 
@@ -103,22 +103,16 @@ def chosen_logits(model: LoadedModel, reference: Reference) -> torch.Tensor:
     first = len(reference.prompt) - 1
     wanted = positions[first:]
     blocks = np.arange(1, -(-len(tokens) // BLOCK) + 1, dtype=np.int32)
-    zero = np.zeros(wanted.size, dtype=np.int32)
-    batch = InputBatch(
-        rows=zero[:1],
-        query_lengths=np.array([len(tokens)], dtype=np.int32),
+    batch = StepBatch(
         query_starts=np.array([0, len(tokens)], dtype=np.int32),
         context_lengths=np.array([len(tokens)], dtype=np.int32),
         token_ids=np.array(tokens, dtype=np.int32),
         positions=positions,
         slots=positions + np.int32(BLOCK),
         block_tables=blocks[None],
-        logit_indices=wanted,
-        sampled_rows=zero,
-        sampled_positions=zero,
     )
     with torch.inference_mode():
-        return model.executor.run(batch).clone()
+        return model.executor.run(batch, wanted).clone()
 
 
 def compare(

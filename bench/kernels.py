@@ -22,6 +22,7 @@ import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
 from bench import options as flags
 from bench.results import Measurement, Results
+from worker_service.domain.batch import StepBatch
 from worker_service.kernels.cpu.compiler import default_cache, ensure_library
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.library import Context
@@ -30,7 +31,6 @@ from worker_service.kernels.cpu.ops import (
     PackedWeight,
     PagedCache,
     RopeTables,
-    StepBatch,
 )
 
 LAYERS, HIDDEN, INNER, VOCABULARY = 30, 576, 1536, 49152
@@ -175,7 +175,8 @@ def make_batch(lengths: list[int], contexts: list[int]) -> StepBatch:
     rows = np.repeat(np.arange(len(contexts)), lengths)
     slots = (tables[rows, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32)
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return StepBatch(starts, np.array(contexts, dtype=np.int32), tables, positions, slots)
+    ends = np.array(contexts, dtype=np.int32)
+    return StepBatch(starts, ends, tables, positions, slots, positions)
 
 
 def make_caches(cpu: CpuKernels, blocks: int) -> list[PagedCache]:

@@ -1,7 +1,7 @@
 """Serves cases in process, in one configuration at a time, and keeps the bits of every logits row.
 
-The real driver, contract messages, facade and model runner; the only thing put in between stands in
-front of the sampler and reads what passes. A draw's seed and position say whose it is.
+The real driver, contract messages, facade and model runner, which shows its logits to an observer.
+A sequence's seed and a token's position say whose they are.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import asyncio
 import hashlib
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from unittest import mock
 
 import torch
 
@@ -29,11 +28,14 @@ from control_plane.shell.stream import TokenStream
 from tests.exactness.cases import BLOCK_SIZE, Case
 from tests.exactness.matrix import CANONICAL, WHOLE, Configuration
 from tests.support import runner_rig
+from worker_service.domain.capability import Capability
+from worker_service.domain.capability import MemoryPool as WorkerMemoryPool
+from worker_service.domain.plan import SamplePlan, StepPlan
 from worker_service.facade import WorkerFacade
-from worker_service.runner import model_runner
+from worker_service.runner.interface import PendingStep, Runner
 from worker_service.runner.load import load_runner
+from worker_service.runner.logit_batch import LogitBatch
 from worker_service.runner.options import RunnerOptions
-from worker_service.sampling.sampler import MaskBatch, Sampled, SamplingBatch
 
 _KV_BYTES = 768 << 20
 _PATIENCE_SECONDS = 300.0
@@ -55,17 +57,13 @@ class Outcome:
     preemptions: int = 0
     cached_prompt_tokens: int = 0
 
-    def record(
-        self, logits: torch.Tensor, batch: SamplingBatch, masks: MaskBatch | None
-    ) -> Sampled:
-        """Stands in for the sampler: digests logits [S, vocabulary], then samples them."""
+    def record(self, places: Iterable[Place], logits: torch.Tensor) -> None:
+        """Digests logits [L, vocabulary] of L places."""
         rows = logits.detach().float().contiguous().numpy()
-        seeds, positions = batch.seeds.tolist(), batch.positions.tolist()
-        for seed, position, row in zip(seeds, positions, rows, strict=True):
+        for place, row in zip(places, rows, strict=True):
             digest = hashlib.blake2b(row, digest_size=16).digest()
-            if self.logits.setdefault((seed, position), digest) != digest:
-                self.torn.append((seed, position))
-        return _sample(logits, batch, masks)
+            if self.logits.setdefault(place, digest) != digest:
+                self.torn.append(place)
 
     def differences(self, expected: Outcome) -> list[str]:
         """Where this is not what was expected, at the places that both know."""
@@ -80,15 +78,54 @@ class Outcome:
         return found
 
 
-_sample = model_runner.sample
+class _Watch:
+    """Sees every plan and the logits that follow from it, on the device thread."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+        self._seeds: dict[int, int] = {}
+
+    def build(self, options: RunnerOptions) -> Runner:
+        runner = load_runner(options)
+        runner.observe(self._observe)
+        return _WatchedRunner(runner, self._seeds)
+
+    def _observe(self, step_id: int, interest: LogitBatch, logits: torch.Tensor) -> None:
+        pairs = zip(interest.rows.tolist(), interest.positions.tolist(), strict=True)
+        self.outcome.record([(self._seeds[row], position) for row, position in pairs], logits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WatchedRunner:
+    """interface.Runner, which notes each row's seed."""
+
+    runner: Runner
+    seeds: dict[int, int]
+
+    def capability(self) -> Capability:
+        return self.runner.capability()
+
+    def memory_pool(self) -> WorkerMemoryPool:
+        return self.runner.memory_pool()
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        self.seeds.update((sequence.row, sequence.sampling.seed) for sequence in plan.added)
+        return self.runner.launch(plan)
+
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        return self.runner.launch_sample(plan)
 
 
 class Service:
     """One loaded worker; `serve` puts a new control plane before it each time."""
 
-    def __init__(self, loop: asyncio.Runner, facade: WorkerFacade) -> None:
+    def __init__(self, loop: asyncio.Runner, facade: WorkerFacade, watch: _Watch) -> None:
         self._loop = loop
         self._facade = facade
+        self._watch = watch
 
     @property
     def vocabulary_size(self) -> int:
@@ -116,9 +153,8 @@ class Service:
         With a cache everything is served twice. The second time each case continues from its own
         middle, so that it also hits blocks that were written token by token.
         """
-        outcome = Outcome()
-        with mock.patch.object(model_runner, "sample", outcome.record):
-            self._loop.run(self._serve(configuration, list(cases), token_count, outcome))
+        outcome = self._watch.outcome = Outcome()
+        self._loop.run(self._serve(configuration, list(cases), token_count, outcome))
         return outcome
 
     async def _serve(
@@ -167,15 +203,16 @@ def serving(folder: Path, threads: int, **changes: object) -> Iterator[Service]:
         **changes,
     )
     with asyncio.Runner() as loop:
-        facade = loop.run(_load(options))
+        watch = _Watch()
+        facade = loop.run(_load(options, watch))
         try:
-            yield Service(loop, facade)
+            yield Service(loop, facade, watch)
         finally:
             loop.run(facade.close())
 
 
-async def _load(options: RunnerOptions) -> WorkerFacade:
-    facade = WorkerFacade(lambda: load_runner(options), worker_id="exactness", incarnation_id="1")
+async def _load(options: RunnerOptions, watch: _Watch) -> WorkerFacade:
+    facade = WorkerFacade(lambda: watch.build(options), worker_id="exactness", incarnation_id="1")
     await facade.load()
     return facade
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from worker_service.domain.columns import IntColumn
+from worker_service.domain.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +55,6 @@ class LayerCache:
     values: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """One step's rows, int32 on the host.
-
-    `query_lengths` [R], at least 1; `query_starts` [R + 1]; `context_lengths` [R], the queries
-    included; `block_tables` [R, blocks of the longest context], padded with the null block;
-    `slots` [T], where each token's KV goes: block · block_size + offset.
-    """
-
-    query_lengths: IntColumn
-    query_starts: IntColumn
-    context_lengths: IntColumn
-    block_tables: IntColumn
-    slots: IntColumn
-
-
 class StepAttention(Protocol):
     """A planned step. Used once per layer, in the order write_kv, forward."""
 
@@ -91,7 +75,7 @@ class AttentionBackend(Protocol):
         """Memory of the buffers it keeps between steps."""
         ...
 
-    def plan(self, batch: AttentionBatch) -> StepAttention:
+    def plan(self, batch: StepBatch) -> StepAttention:
         """Prepares one step for all layers. The result is valid until the next plan."""
         ...
 

@@ -8,12 +8,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from worker_service.attention.interface import (
-    AttentionBatch,
-    AttentionConfig,
-    BackendType,
-    LayerCache,
-)
+from worker_service.attention.interface import AttentionConfig, BackendType, LayerCache
+from worker_service.domain.batch import StepBatch
 
 
 class ReferenceBackend:
@@ -27,7 +23,7 @@ class ReferenceBackend:
     def workspace_bytes(self) -> int:
         return 0
 
-    def plan(self, batch: AttentionBatch) -> ReferenceStep:
+    def plan(self, batch: StepBatch) -> ReferenceStep:
         return ReferenceStep(self._config, self._caches, batch)
 
 
@@ -35,7 +31,7 @@ class ReferenceStep:
     """See StepAttention."""
 
     def __init__(
-        self, config: AttentionConfig, caches: tuple[LayerCache, ...], batch: AttentionBatch
+        self, config: AttentionConfig, caches: tuple[LayerCache, ...], batch: StepBatch
     ) -> None:
         self._config = config
         self._caches = caches

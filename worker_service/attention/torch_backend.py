@@ -20,12 +20,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812 (torch's own name for it)
 
-from worker_service.attention.interface import (
-    AttentionBatch,
-    AttentionConfig,
-    BackendType,
-    LayerCache,
-)
+from worker_service.attention.interface import AttentionConfig, BackendType, LayerCache
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
 
 # The flash kernel's tiles. The keys in one are a multiple of 16 up to its half, or all of it; no
@@ -100,7 +96,7 @@ class TorchBackend:
     def workspace_bytes(self) -> int:
         return self._gathered.nbytes + sum(mask.nbytes for mask in self.masters.values())
 
-    def plan(self, batch: AttentionBatch) -> TorchStep:
+    def plan(self, batch: StepBatch) -> TorchStep:
         return TorchStep(self, batch)
 
     def gather(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +127,7 @@ class TorchBackend:
 class TorchStep:
     """See StepAttention."""
 
-    def __init__(self, backend: TorchBackend, batch: AttentionBatch) -> None:
+    def __init__(self, backend: TorchBackend, batch: StepBatch) -> None:
         self._backend = backend
         self._config = backend.config
         self._slots = self._to_device(batch.slots)
@@ -155,7 +151,7 @@ class TorchStep:
 
     # --- planning -----------------------------------------------------------------------------
 
-    def _plan_window(self, batch: AttentionBatch, window: int | None) -> _WindowPlan:
+    def _plan_window(self, batch: StepBatch, window: int | None) -> _WindowPlan:
         """Key tiles wholly before what any query of a row sees are left out."""
         block_size = self._config.block_size
         oldest = np.zeros_like(batch.context_lengths)
@@ -201,7 +197,7 @@ class TorchStep:
 
     def _plan_decodes(
         self,
-        batch: AttentionBatch,
+        batch: StepBatch,
         rows: npt.NDArray[np.int64],
         first_blocks: IntColumn,
         key_counts: IntColumn,
@@ -224,15 +220,14 @@ class TorchStep:
             mask=torch.from_numpy(mask).to(self._config.device, self._config.data_type),
         )
 
-    def _plan_extend(
-        self, batch: AttentionBatch, row: int, first_block: int, key_count: int
-    ) -> _Extend:
+    def _plan_extend(self, batch: StepBatch, row: int, first_block: int, key_count: int) -> _Extend:
         block_size, max_keys = self._config.block_size, self._backend.max_keys
         held = batch.block_tables[row, first_block : first_block + -(-key_count // block_size)]
         padded_blocks = -(-_padded_keys(key_count) // block_size)
         blocks = np.full(padded_blocks, NULL_BLOCK, dtype=np.int32)
         blocks[: held.size] = held
-        start, length = int(batch.query_starts[row]), int(batch.query_lengths[row])
+        start, end = int(batch.query_starts[row]), int(batch.query_starts[row + 1])
+        length = end - start
         before = key_count - length
         tiles = []
         for offset in range(0, length, _TILE_QUERIES):

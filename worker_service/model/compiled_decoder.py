@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.ops import (
@@ -14,7 +15,6 @@ from worker_service.kernels.cpu.ops import (
     PackedWeight,
     PagedCache,
     RopeTables,
-    StepBatch,
 )
 from worker_service.layers.rope import build_table
 from worker_service.model.loader import WeightLoader
@@ -41,8 +41,9 @@ class CompiledDecoder:
         progress: Callable[[str], None],
     ) -> None:
         """`spec` has no other than SUPPORTED_TRAITS. `caches`, one per layer. `max_length` bounds
-        positions, `max_tokens` a step's tokens, `max_rows` its logits. `group_size`: columns that
-        share a scale when weights are packed to int8; None keeps float32."""
+        positions, `max_tokens` a step's tokens, `max_rows` the logits that memory is kept for.
+        `group_size`: columns that share a scale when weights are packed to int8; None keeps
+        float32."""
         self._kernels = kernels
         self._loader = loader
         self._group_size = group_size
@@ -86,16 +87,16 @@ class CompiledDecoder:
         buffers = self._hidden.nbytes + self._logits.nbytes
         return buffers + self._kernels.context.scratch_bytes
 
-    def forward(
-        self, token_ids: IntColumn, batch: StepBatch, logit_indices: IntColumn
-    ) -> torch.Tensor:
-        """Logits float32 [S, vocabulary] of the tokens at `logit_indices` int32 [S]; writes KV.
+    def forward(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
+        """Logits float32 [L, vocabulary] of the tokens at `logit_indices` int32 [L]; writes KV.
 
-        `token_ids` int32 [T]. The result is valid until the next call.
+        The result is valid until the next call. More than `max_rows` have memory of their own.
         """
-        hidden = self._hidden[: token_ids.size]
-        self._kernels.embed(self._embedding, token_ids, hidden)
-        logits = self._logits[: logit_indices.size]
+        hidden = self._hidden[: batch.token_count]
+        self._kernels.embed(self._embedding, batch.token_ids, hidden)
+        count = int(logit_indices.size)
+        kept, vocabulary = self._logits.shape
+        logits = self._logits[:count] if count <= kept else torch.empty(count, vocabulary)
         return self._decoder.forward(hidden, batch, logit_indices, logits)
 
     def _layer(self, spec: DecoderSpec, index: int, cache: PagedCache) -> DecoderLayer:

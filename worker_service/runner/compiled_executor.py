@@ -8,14 +8,15 @@ import os
 import torch
 
 from twinplane.process.logs import fields
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Feature
+from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
     PagedCache,
-    StepBatch,
     instruction_set_for,
 )
 from worker_service.load_errors import ExecutorUnavailable
@@ -23,7 +24,6 @@ from worker_service.model.compiled_decoder import SUPPORTED_TRAITS, CompiledDeco
 from worker_service.model.loader import WeightLoader
 from worker_service.model.traits import refusal
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
-from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -49,18 +49,8 @@ class CompiledExecutor:
     def take_blocks(self, plan: StepPlan) -> None:
         """Does nothing: see the class."""
 
-    def run(self, batch: InputBatch) -> torch.Tensor:
-        return self._model.forward(
-            batch.token_ids,
-            StepBatch(
-                query_starts=batch.query_starts,
-                context_lengths=batch.context_lengths,
-                block_tables=batch.block_tables,
-                positions=batch.positions,
-                slots=batch.slots,
-            ),
-            batch.logit_indices,
-        )
+    def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
+        return self._model.forward(batch, logit_indices)
 
 
 def _probe(config: ExecutorConfig) -> str | None:

@@ -8,11 +8,12 @@ from typing import Protocol
 
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import DataType, Feature, Limits
+from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.model.loader import WeightLoader
 from worker_service.model.spec import DecoderSpec
-from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.options import Quantization
 
@@ -34,8 +35,9 @@ class Executor(Protocol):
         """Readies the blocks that an applied plan hands to sequences. Once, before `run`."""
         ...
 
-    def run(self, batch: InputBatch) -> torch.Tensor:
-        """Writes the step's KV and returns logits [S, vocabulary] of its sampled rows.
+    def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
+        """Writes the step's KV and returns logits [L, vocabulary] of the tokens at
+        `logit_indices` int32 [L], of which a row may have any number.
 
         The caller may overwrite the tensor, and the next run does.
         """

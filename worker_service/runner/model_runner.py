@@ -1,17 +1,19 @@
 """The real runner: a plan in, tokens out. Only what all models share.
 
-It joins collaborators and has no policy of its own: RequestState keeps the rows, InputBatch makes
-a step's inputs, the executor runs them, the sampler draws.
+It joins collaborators and has no policy of its own: RequestState keeps the rows, `prepare` makes a
+step's inputs, the executor runs them, the sampler draws.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.errors import PlanInvalid
@@ -26,28 +28,16 @@ from worker_service.domain.plan import (
 from worker_service.runner.device import free_bytes
 from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
-from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.kv_cache import KVCache
+from worker_service.runner.logit_batch import BoolColumn, LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.sampler import MaskBatch, SamplingBatch, sample
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Logits:
-    """Logits [S, vocabulary] that are not sampled yet, their `rows` and the new tokens'
-    `positions`, int32 [S]."""
-
-    values: torch.Tensor
-    rows: IntColumn
-    positions: IntColumn
-
-    def take(self, members: npt.NDArray[np.bool_]) -> _Logits:
-        """Those of some rows, by a mask [S]."""
-        chosen = torch.from_numpy(np.flatnonzero(members)).to(self.values.device)
-        return _Logits(
-            self.values.index_select(0, chosen), self.rows[members], self.positions[members]
-        )
+LogitsObserver = Callable[[int, LogitBatch, torch.Tensor], None]
+"""Called with a step's id, its positions of interest and their logits [L, vocabulary], before
+anything becomes of them. The tensor is the runner's: it may be copied, not kept."""
 
 
 class ModelRunner:
@@ -69,6 +59,7 @@ class ModelRunner:
             capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
         )
         self._held = HeldLogits()
+        self._observer: LogitsObserver | None = None
 
     def capability(self) -> Capability:
         return self._capability
@@ -90,6 +81,10 @@ class ModelRunner:
         self._state.reset()
         self._held.clear()
 
+    def observe(self, observer: LogitsObserver | None) -> None:
+        """From the next step on, shows every step's logits to `observer`; None: to nobody."""
+        self._observer = observer
+
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         state, rows = self._state, plan.scheduled.rows
@@ -99,23 +94,21 @@ class ModelRunner:
         self._executor.take_blocks(plan)
         if not rows.size:
             return CompletedStep(StepResult(plan.epoch, plan.step_id))
-        logits = self._compute(plan)
-        held = state.held(logits.rows)
-        if not held.any():
-            return CompletedStep(self._sample(plan.epoch, plan.step_id, logits, None))
-        waiting = logits.take(held)
-        self._held.hold(waiting.rows, waiting.values)
-        state.record_held(waiting.rows, plan.step_id)
-        result = self._sample(plan.epoch, plan.step_id, logits.take(~held), None)
-        return CompletedStep(replace(result, held_rows=waiting.rows))
+        batch, interest = prepare(plan, state)
+        logits = self._executor.run(batch, interest.token_indices)
+        state.advance(plan.scheduled)
+        if self._observer is not None:
+            self._observer(plan.step_id, interest, logits)
+        return CompletedStep(self._conclude(plan, interest, logits))
 
     @torch.inference_mode()
     def launch_sample(self, plan: SamplePlan) -> PendingStep:
         state, rows = self._state, plan.rows
         state.require_held(rows, plan.step_id)
         masks = None if plan.masks is None else self._check_masks(plan.masks, rows)
-        logits = _Logits(self._held.take(rows), rows, state.known_counts[rows])
-        return CompletedStep(self._sample(plan.epoch, plan.step_id, logits, masks))
+        positions = state.known_counts[rows]
+        logits = self._held.take(rows)
+        return CompletedStep(self._sample(plan.epoch, plan.step_id, rows, positions, logits, masks))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -129,38 +122,58 @@ class ModelRunner:
             self._cache.block_size, limits.max_step_token_count, limits.max_sequence_token_count
         )
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
-            logits = self._executor.run(_warm_up_batch(row_count, length))
-            zeros = np.zeros(row_count, dtype=np.int32)
-            ones = np.ones(row_count, dtype=np.float32)
+            batch = _warm_up_batch(row_count, length)
+            logits = self._executor.run(batch, batch.query_starts[1:] - 1)
             sample(
                 logits,
-                SamplingBatch(ones, zeros, ones, 0 * ones, zeros.astype(np.uint64), zeros),
+                SamplingBatch(
+                    temperature=np.ones(row_count, dtype=np.float32),
+                    top_k=np.zeros(row_count, dtype=np.int32),
+                    top_p=np.ones(row_count, dtype=np.float32),
+                    min_p=np.zeros(row_count, dtype=np.float32),
+                    seeds=np.zeros(row_count, dtype=np.uint64),
+                    positions=batch.context_lengths,
+                ),
                 None,
             )
         self._cache.clear_null_block()
 
-    def _compute(self, plan: StepPlan) -> _Logits:
-        """Runs an applied plan that schedules rows."""
-        batch = prepare(plan, self._state)
-        logits = self._executor.run(batch)
-        self._state.advance(plan.scheduled)
-        return _Logits(logits, batch.sampled_rows, batch.sampled_positions)
+    def _conclude(self, plan: StepPlan, interest: LogitBatch, logits: torch.Tensor) -> StepResult:
+        """Does with logits [L, vocabulary] what their kinds say."""
+        held = interest.are(LogitKind.HOLD)
+        if not held.any():
+            return self._sample_now(plan, interest, logits)
+        waiting = interest.take(held).rows
+        self._held.hold(waiting, _take(logits, held))
+        self._state.record_held(waiting, plan.step_id)
+        result = self._sample_now(plan, interest.take(~held), _take(logits, ~held))
+        return replace(result, held_rows=waiting)
+
+    def _sample_now(self, plan: StepPlan, interest: LogitBatch, logits: torch.Tensor) -> StepResult:
+        rows, positions = interest.rows, interest.positions
+        return self._sample(plan.epoch, plan.step_id, rows, positions, logits, None)
 
     def _sample(
-        self, epoch: int, step_id: int, logits: _Logits, masks: MaskBatch | None
+        self,
+        epoch: int,
+        step_id: int,
+        rows: IntColumn,
+        positions: IntColumn,
+        logits: torch.Tensor,
+        masks: MaskBatch | None,
     ) -> StepResult:
-        rows, state = logits.rows, self._state
+        state = self._state
         if not rows.size:
             return StepResult(epoch, step_id)
         sampled = sample(
-            logits.values,
+            logits,
             SamplingBatch(
                 temperature=state.temperature[rows],
                 top_k=state.top_k[rows],
                 top_p=state.top_p[rows],
                 min_p=state.min_p[rows],
                 seeds=state.seed[rows],
-                positions=logits.positions,
+                positions=positions,
             ),
             masks,
         )
@@ -201,26 +214,24 @@ class ModelRunner:
         return MaskBatch(indices, masks.bitmasks)
 
 
+def _take(logits: torch.Tensor, members: BoolColumn) -> torch.Tensor:
+    """Copies of some rows of logits [L, vocabulary], by a mask [L]."""
+    indices = torch.from_numpy(np.flatnonzero(members)).to(logits.device)
+    return logits.index_select(0, indices)
+
+
 def _faults(rows: IntColumn, kind: RowFaultKind, detail: str) -> tuple[RowFault, ...]:
     return tuple(RowFault(row, kind, detail) for row in rows.tolist())
 
 
-def _warm_up_batch(row_count: int, length: int) -> InputBatch:
+def _warm_up_batch(row_count: int, length: int) -> StepBatch:
     """Inputs of `row_count` sequences of `length` tokens, all in the null block."""
-    rows = np.arange(row_count, dtype=np.int32)
-    lengths = np.full(row_count, length, dtype=np.int32)
-    starts = np.arange(row_count + 1, dtype=np.int32) * np.int32(length)
     positions = np.tile(np.arange(length, dtype=np.int32), row_count)
-    return InputBatch(
-        rows=rows,
-        query_lengths=lengths,
-        query_starts=starts,
-        context_lengths=lengths,
-        token_ids=np.zeros_like(positions),
+    return StepBatch(
+        query_starts=np.arange(row_count + 1, dtype=np.int32) * np.int32(length),
+        context_lengths=np.full(row_count, length, dtype=np.int32),
+        block_tables=np.zeros((row_count, 1), dtype=np.int32),
         positions=positions,
         slots=positions,
-        block_tables=np.zeros((row_count, 1), dtype=np.int32),
-        logit_indices=starts[1:] - 1,
-        sampled_rows=rows,
-        sampled_positions=lengths,
+        token_ids=np.zeros_like(positions),
     )

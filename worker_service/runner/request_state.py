@@ -8,14 +8,18 @@ its row for life, and the per-step batch only gathers rows.
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
 from worker_service.domain.capability import Limits
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
 from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
 from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
+from worker_service.runner.logit_batch import BoolColumn, LogitKind
 
-BoolColumn = npt.NDArray[np.bool_]
+_END_KINDS = {
+    OutputKind.SAMPLE: int(LogitKind.SAMPLE),
+    OutputKind.HOLD: int(LogitKind.HOLD),
+    OutputKind.NONE: 0,
+}
 
 
 class RequestState:
@@ -24,7 +28,8 @@ class RequestState:
     Columns, one entry per row: `active` bool; `known_counts` int32, tokens held in `token_ids`;
     `computed_counts` int32, tokens whose KV is written; `sampled_tokens` int32 with
     `sampled_steps` int64, the last sampled token and its step (0: none); `prompt_counts` int32,
-    leading tokens that are the prompt; `outputs` int8, values of OutputKind; `held_steps` int64,
+    leading tokens that are the prompt; `end_kinds` int8, the LogitKind of the
+    logits at the end of the tokens (0: only the KV is wanted); `held_steps` int64,
     the step whose logits wait for Sample (0: none); `block_counts` int32;
     `temperature`, `top_p`, `min_p` float32; `top_k` int32; `seed` uint64. `token_ids` int32
     [rows, max_sequence_token_count]; `block_tables` int32 [rows, max_blocks], padded with the
@@ -50,7 +55,7 @@ class RequestState:
         self.sampled_tokens = np.zeros(rows, dtype=np.int32)
         self.sampled_steps = np.zeros(rows, dtype=np.int64)
         self.prompt_counts = np.zeros(rows, dtype=np.int32)
-        self.outputs = np.zeros(rows, dtype=np.int8)
+        self.end_kinds = np.zeros(rows, dtype=np.int8)
         self.held_steps = np.zeros(rows, dtype=np.int64)
         self.temperature = np.zeros(rows, dtype=np.float32)
         self.top_k = np.zeros(rows, dtype=np.int32)
@@ -88,20 +93,6 @@ class RequestState:
     def advance(self, scheduled: ScheduledRows) -> None:
         """The scheduled tokens have their KV now."""
         self.computed_counts[scheduled.rows] = scheduled.start_positions + scheduled.token_counts
-
-    def sampling_indices(self, plan: StepPlan) -> IntColumn:
-        """Indices into the scheduled rows of those whose logits are wanted: they reach the end of
-        their known tokens, and their sequence wants more than KV."""
-        scheduled = plan.scheduled
-        rows = scheduled.rows
-        ends = scheduled.start_positions + scheduled.token_counts
-        wanted = (ends == self.known_counts[rows]) & (self.outputs[rows] != OutputKind.NONE.value)
-        return np.flatnonzero(wanted).astype(np.int32)
-
-    def held(self, rows: IntColumn) -> BoolColumn:
-        """Which of the rows want their logits held; bool, of the rows' length."""
-        held: BoolColumn = self.outputs[rows] == OutputKind.HOLD.value
-        return held
 
     def record_held(self, rows: IntColumn, step_id: int) -> None:
         """The rows wait for Sample. They do so until they are sampled, scheduled or removed."""
@@ -313,7 +304,7 @@ class RequestState:
         self.block_counts[row] = sequence.block_ids.size
         self.sampled_steps[row] = 0
         self.prompt_counts[row] = sequence.prompt_token_count
-        self.outputs[row] = sequence.output.value
+        self.end_kinds[row] = _END_KINDS[sequence.output]
         self.temperature[row] = sequence.sampling.temperature
         # A larger top_k keeps every token, and may not fit the column.
         self.top_k[row] = min(sequence.sampling.top_k, self.vocabulary_size)

@@ -7,18 +7,17 @@ import torch
 
 from worker_service.attention.interface import (
     AttentionBackend,
-    AttentionBatch,
     AttentionConfig,
     BackendType,
     LayerCache,
 )
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.model.loader import WeightLoader
 from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
 from worker_service.model.traits import refusal
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
-from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -46,21 +45,12 @@ class TorchExecutor:
         # Masked positions are still multiplied here: none may hold a NaN.
         self._cache.clear_taken(plan)
 
-    def run(self, batch: InputBatch) -> torch.Tensor:
-        attention = self._backend.plan(
-            AttentionBatch(
-                query_lengths=batch.query_lengths,
-                query_starts=batch.query_starts,
-                context_lengths=batch.context_lengths,
-                block_tables=batch.block_tables,
-                slots=batch.slots,
-            )
-        )
+    def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
         return self._model.forward(
             self._to_device(batch.token_ids),
             self._to_device(batch.positions),
-            attention,
-            self._to_device(batch.logit_indices),
+            self._backend.plan(batch),
+            self._to_device(logit_indices),
         )
 
     def _to_device(self, column: IntColumn) -> torch.Tensor:

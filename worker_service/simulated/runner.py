@@ -1,8 +1,9 @@
 """A runner without a model or torch: deterministic tokens behind a latency model.
 
-It keeps the real runner's contract through the same RequestState and InputBatch, and a KV pool of
-one 64-bit number per slot. A sampled token depends on every number its block table leads to and on
-their order, so a mistake in anybody's block accounting changes tokens, as it would with a model.
+It keeps the real runner's contract through the same RequestState and input preparation, and a KV
+pool of one 64-bit number per slot. A sampled token depends on every number its block table leads to
+and on their order, so a mistake in anybody's block accounting changes tokens, as it would with a
+model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import (
     Capability,
     DataType,
@@ -38,8 +40,9 @@ from worker_service.domain.plan import (
     StepResult,
     WeightVersion,
 )
-from worker_service.runner.input_batch import InputBatch, prepare
+from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
+from worker_service.runner.logit_batch import LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
 
 _Words = npt.NDArray[np.uint64]
@@ -59,13 +62,13 @@ class SimulatedLatency:
     row: float = 0.0
     kilotoken: float = 30e-6
 
-    def of(self, batch: InputBatch) -> float:
+    def of(self, batch: StepBatch) -> float:
         """Seconds for one step of these inputs."""
         attended = int(batch.context_lengths.sum(dtype=np.int64))
         return (
             self.step
             + self.token * batch.token_count
-            + self.row * batch.rows.size
+            + self.row * batch.context_lengths.size
             + self.kilotoken * attended / 1000
         )
 
@@ -159,14 +162,15 @@ class SimulatedRunner:
             self._held.pop(row, None)
         faults = tuple(self._provoke(plan))
         rows, preferences = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.uint64)
+        held = np.empty(0, dtype=bool)
         latency = 0.0
         if plan.scheduled.rows.size:
-            batch = prepare(plan, self._state)
+            batch, interest = prepare(plan, self._state)
             self._kv.reshape(-1)[batch.slots] = _mix(batch.token_ids, batch.positions)
             self._state.advance(plan.scheduled)
-            rows, preferences = batch.sampled_rows, self._preferences(batch)
+            rows, held = interest.rows, interest.are(LogitKind.HOLD)
+            preferences = self._preferences(batch, interest)
             latency = self._latency.of(batch)
-        held = self._state.held(rows)
         self._hold(rows[held], preferences[held], faults, plan.step_id)
         faults = tuple(fault for fault in faults if fault.row not in self._held)
         sound = ~held & ~np.isin(rows, _rows_of(faults))
@@ -220,14 +224,15 @@ class SimulatedRunner:
         self._state.record_faults(_rows_of(faults), step_id)
         return StepResult(epoch, step_id, rows, np.ones_like(rows), tokens, faults=faults)
 
-    def _preferences(self, batch: InputBatch) -> _Words:
-        """uint64 [sampled rows]: a hash of each row's KV as its block table finds it."""
-        if not batch.sampled_rows.size:
+    def _preferences(self, batch: StepBatch, interest: LogitBatch) -> _Words:
+        """uint64 [L]: a hash of the KV before each position of interest, as its row's block table
+        finds it."""
+        if not interest.rows.size:
             return np.empty(0, dtype=np.uint64)
-        sampled = np.isin(batch.rows, batch.sampled_rows)
         size = self._model.block_size
-        tables = batch.block_tables[sampled]
-        full, tail = np.divmod(batch.context_lengths[sampled], size)
+        sequences = np.searchsorted(batch.query_starts, interest.token_indices, side="right") - 1
+        tables = batch.block_tables[sequences]
+        full, tail = np.divmod(interest.positions, size)
         block_indices = np.arange(tables.shape[1], dtype=np.int32)
         whole = np.where(block_indices < full[:, None], tables, NULL_BLOCK)
         weights = _position_weights(np.arange(tables.shape[1] * size, dtype=np.uint64))
@@ -242,9 +247,9 @@ class SimulatedRunner:
                 np.uint64
             )
             sums[partial] += (blocks * _position_weights(positions)).sum(axis=1, dtype=np.uint64)
-        rows = batch.sampled_rows
+        rows = interest.rows
         seeds = np.where(self._state.temperature[rows] > 0, self._state.seed[rows], np.uint64(0))
-        return _draw(sums, seeds, batch.sampled_positions.astype(np.uint64))
+        return _draw(sums, seeds, interest.positions.astype(np.uint64))
 
     def _choose(self, preferences: _Words) -> IntColumn:
         return (preferences % np.uint64(self._model.vocabulary_size)).astype(np.int32)

@@ -10,7 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from worker_service.kernels.cpu.ops import CpuKernels, PagedCache, StepBatch
+from worker_service.domain.batch import StepBatch
+from worker_service.kernels.cpu.ops import CpuKernels, PagedCache
 
 example_budget = settings(
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -101,8 +102,7 @@ def attend(
         starts,
         np.array([chunk.end for chunk in chunks], dtype=np.int32),
         tables,
-        np.zeros(tokens, dtype=np.int32),
-        np.zeros(tokens, dtype=np.int32),
+        *(np.zeros(tokens, dtype=np.int32) for _ in range(3)),
     )
     queries = torch.cat([stored.queries[c.sequence][c.start : c.end] for c in chunks])
     scale = queries.shape[2] ** -0.5
@@ -242,7 +242,7 @@ def test_strided_queries(cpu: CpuKernels) -> None:
     fused[:, :9] = stored.queries[0]
     starts, ends = np.array([0, 70], dtype=np.int32), np.array([70], dtype=np.int32)
     table = np.array([stored.tables[0]], dtype=np.int32)
-    batch = StepBatch(starts, ends, table, np.zeros(70, np.int32), np.zeros(70, np.int32))
+    batch = StepBatch(starts, ends, table, *(np.zeros(70, np.int32) for _ in range(3)))
     out = cpu.attention(fused[:, :9], stored.cache, batch, torch.empty(70, 9, 64), scale=0.125)
     expected = attend(cpu, stored, [Chunk(0, 0, 70)], torch.empty(70, 9, 64))
     assert torch.equal(out, expected)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
     HeadNorms,
     PagedCache,
     RopeTables,
-    StepBatch,
 )
 
 HIDDEN, INNER, Q_HEADS, KV_HEADS, DIM, VOCABULARY, LAYERS = 96, 160, 6, 2, 16, 211, 3
@@ -104,6 +104,7 @@ def batch_of(chunks: list[tuple[int, int, int]]) -> StepBatch:
         tables[[which for which, _, _ in chunks]],
         positions.astype(np.int32),
         slots.astype(np.int32),
+        np.zeros_like(slots, dtype=np.int32),
     )
 
 

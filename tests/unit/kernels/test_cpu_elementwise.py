@@ -9,12 +9,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from worker_service.domain.batch import StepBatch
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
     HeadNorms,
     PagedCache,
     RopeTables,
-    StepBatch,
 )
 
 example_budget = settings(
@@ -118,7 +118,7 @@ def test_rope_and_cache_write(
     )
     starts = np.array([0, tokens], dtype=np.int32)
     one = np.ones(1, dtype=np.int32)
-    batch = StepBatch(starts, one, np.zeros((1, 1), dtype=np.int32), positions, slots)
+    batch = StepBatch(starts, one, np.zeros((1, 1), dtype=np.int32), positions, slots, slots)
     qkv = normal(seed, tokens, (q_heads + 2 * kv_heads) * head_dim)
     norms = HeadNorms(normal(1, head_dim), normal(2, head_dim), 1e-6) if normed else None
     before = qkv.double().view(tokens, q_heads + 2 * kv_heads, head_dim)

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker_service.attention.interface import (
-    AttentionBatch,
     AttentionConfig,
     BackendType,
     LayerAttention,
@@ -19,6 +18,7 @@ from worker_service.attention.interface import (
 )
 from worker_service.attention.reference import REFERENCE
 from worker_service.attention.torch_backend import TORCH
+from worker_service.domain.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +106,7 @@ class Device:
                 + positions % shape.block_size
             )
         step = self.backend.plan(
-            AttentionBatch(
-                lengths, starts, contexts, tables, np.concatenate(slots).astype(np.int32)
-            )
+            StepBatch(starts, contexts, tables, *[np.concatenate(slots).astype(np.int32)] * 3)
         )
         layers = []
         for layer in range(len(shape.windows)):
@@ -223,12 +221,11 @@ def write_only(device: Device, data: Sequences, rows: dict[int, tuple[int, int]]
         blocks = data.blocks[row]
         slots = (blocks[positions // size] * size + positions % size).astype(np.int32)
         step = device.backend.plan(
-            AttentionBatch(
-                np.array([1], dtype=np.int32),
+            StepBatch(
                 np.array([0, 1], dtype=np.int32),
                 np.array([1], dtype=np.int32),
                 blocks[None, :1],
-                slots,
+                *[slots] * 3,
             )
         )
         for layer in range(len(data.shape.windows)):

@@ -58,19 +58,21 @@ def build(folder: Path, **changes: Any) -> ModelRunner:
     return runner_rig.build(folder, executor="compiled", **changes)
 
 
-def held_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> torch.Tensor:
+def next_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> torch.Tensor:
     """float32 [rows, vocabulary]: each row's next logits, its prompt computed in chunks beside the
     others', all last tokens in one step."""
     rig = RunnerRig(runner)
     for row, prompt in rows.items():
-        rig.add(row, prompt, output=OutputKind.HOLD)
+        rig.add(row, prompt)
     while counts := {
         row: min(chunk, rig.remaining(row) - 1) for row in rows if rig.remaining(row) > 1
     }:
         rig.step(counts)
-    held = rig.step(dict.fromkeys(rows, 1)).held_rows
-    logits = runner._held.take(held)
-    runner.reset()
+    seen: list[torch.Tensor] = []
+    runner.observe(lambda step_id, interest, logits: seen.append(logits.clone()))
+    rig.step(dict.fromkeys(rows, 1))
+    runner.observe(None)
+    (logits,) = seen
     return logits
 
 
@@ -82,17 +84,17 @@ def test_company_order_chunks_and_threads_change_no_bit(
     runners = [
         build(folders[name], thread_count=threads, **FORMATS[numbers]) for threads in (2, 1, 3)
     ]
-    alone = torch.cat([held_logits(runners[0], {0: prompt}, 1 << 20) for prompt in PROMPTS])
+    alone = torch.cat([next_logits(runners[0], {0: prompt}, 1 << 20) for prompt in PROMPTS])
     assert torch.isfinite(alone).all()
     order = [4, 0, 6, 2, 5, 1, 3]
     for runner in runners:
         assert Feature.BATCH_INVARIANT in runner.capability().features
         for chunk in (30, 7):
-            together = held_logits(runner, dict(enumerate(PROMPTS)), chunk)
+            together = next_logits(runner, dict(enumerate(PROMPTS)), chunk)
             assert torch.equal(together, alone)
-        permuted = held_logits(runner, {row: PROMPTS[which] for row, which in enumerate(order)}, 11)
+        permuted = next_logits(runner, {row: PROMPTS[which] for row, which in enumerate(order)}, 11)
         assert torch.equal(permuted, alone[order])
-    assert torch.equal(held_logits(runners[0], {3: PROMPTS[0]}, 1), alone[:1])
+    assert torch.equal(next_logits(runners[0], {3: PROMPTS[0]}, 1), alone[:1])
 
 
 @pytest.mark.parametrize("numbers", FORMATS)
@@ -134,8 +136,8 @@ def test_all_executors_choose_the_same_tokens(folders: dict[str, Path]) -> None:
 def test_narrow_formats_stay_near_float32(numbers: str, folders: dict[str, Path]) -> None:
     rows = dict(enumerate(PROMPTS))
     for folder in folders.values():
-        exact = held_logits(build(folder), rows, 30)
-        narrow = held_logits(build(folder, **FORMATS[numbers]), rows, 30)
+        exact = next_logits(build(folder), rows, 30)
+        narrow = next_logits(build(folder, **FORMATS[numbers]), rows, 30)
         difference = (narrow - exact).square().mean() / exact.square().mean()
         assert 0 < float(difference.sqrt()) < 0.05
 

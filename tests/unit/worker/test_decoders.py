@@ -31,6 +31,7 @@ from tests.support.tiny_spec import (
     with_head_norms,
     with_layers,
 )
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import DataType, Limits
 from worker_service.layers.linear import DenseLinear, PackedLinear, make_linear
 from worker_service.model.loader import WeightLoader
@@ -38,7 +39,6 @@ from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec, LayerSpec
 from worker_service.runner.compiled_executor import COMPILED
 from worker_service.runner.executor import ExecutorConfig, ExecutorType
-from worker_service.runner.input_batch import InputBatch
 from worker_service.runner.kv_cache import KVCache, bytes_per_block, layer_groups
 from worker_service.runner.options import Quantization
 from worker_service.runner.selection import EXECUTORS
@@ -82,7 +82,8 @@ class Loaded:
             quantization=Quantization.NONE,
             kv_data_type=DataType.FLOAT32,
             block_size=BLOCK_SIZE,
-            limits=Limits(MAX_LENGTH, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
+            # Fewer sequences than positions whose logits are asked for.
+            limits=Limits(2, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
             thread_count=2,
             progress=lambda line: None,
         )
@@ -101,22 +102,17 @@ class Loaded:
         """float32 [wanted, vocabulary] of one step of `tokens` from position `start` on."""
         count = len(tokens)
         positions = np.arange(start, start + count, dtype=np.int32)
-        zero = np.zeros(len(wanted), dtype=np.int32)
         with torch.inference_mode():
             return self.executor.run(
-                InputBatch(
-                    rows=zero[:1],
-                    query_lengths=np.array([count], dtype=np.int32),
+                StepBatch(
                     query_starts=np.array([0, count], dtype=np.int32),
                     context_lengths=np.array([start + count], dtype=np.int32),
                     token_ids=np.array(tokens, dtype=np.int32),
                     positions=positions,
                     slots=positions + np.int32(BLOCK_SIZE),
                     block_tables=np.arange(1, self.block_count + 1, dtype=np.int32)[None],
-                    logit_indices=np.array(wanted, dtype=np.int32),
-                    sampled_rows=zero,
-                    sampled_positions=zero,
-                )
+                ),
+                np.array(wanted, dtype=np.int32),
             ).clone()
 
     def logits(self, tokens: list[int], chunks: list[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from worker_service.domain.plan import (
     WeightVersion,
 )
 from worker_service.runner.input_batch import prepare
+from worker_service.runner.logit_batch import LogitKind
 from worker_service.runner.request_state import RequestState
 
 LIMITS = Limits(8, 512, 60, 60)
@@ -49,7 +50,7 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
         bytes,
     )
     state.apply(plan)
-    batch = prepare(plan, state)
+    batch, interest = prepare(plan, state)
 
     token_ids, positions, slots, ends, logit_indices, sampled = [], [], [], [0], [], []
     for sequence, start, count in zip(added, starts, counts, strict=True):
@@ -61,7 +62,8 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
         ends.append(ends[-1] + count)
         if start + count == sequence.token_ids.size and sequence.output is not OutputKind.NONE:
             logit_indices.append(ends[-1] - 1)
-            sampled.append((sequence.row, start + count))
+            kind = LogitKind[sequence.output.name]
+            sampled.append((sequence.row, start + count, kind))
     assert batch.token_ids.tolist() == token_ids
     assert batch.positions.tolist() == positions
     assert batch.slots.tolist() == slots
@@ -69,9 +71,9 @@ def test_equals_loops(data: st.DataObject, block_size: int) -> None:
     assert batch.query_lengths.tolist() == counts
     contexts = [start + count for start, count in zip(starts, counts, strict=True)]
     assert batch.context_lengths.tolist() == contexts
-    assert batch.logit_indices.tolist() == logit_indices
-    pairs = zip(batch.sampled_rows.tolist(), batch.sampled_positions.tolist(), strict=True)
-    assert list(pairs) == sampled
+    assert interest.token_indices.tolist() == logit_indices
+    columns = (interest.rows, interest.positions, interest.kinds)
+    assert list(zip(*(each.tolist() for each in columns), strict=True)) == sampled
     assert batch.token_count == len(token_ids)
     width = -(-max(contexts) // block_size)
     assert batch.block_tables.shape == (len(rows), width)

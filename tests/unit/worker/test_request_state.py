@@ -21,6 +21,7 @@ from worker_service.domain.plan import (
     StepPlan,
     WeightVersion,
 )
+from worker_service.runner.input_batch import prepare
 from worker_service.runner.request_state import RequestState
 
 LIMITS = Limits(
@@ -97,6 +98,10 @@ def snapshot(state: RequestState) -> dict[str, Any]:
     }
 
 
+def interesting_rows(state: RequestState, applied: StepPlan) -> list[int]:
+    return prepare(applied, state)[1].rows.tolist()
+
+
 def test_a_plan_fills_the_columns(state: RequestState) -> None:
     assert state.active.tolist() == [False, True, False, False]
     assert state.token_ids[1, :5].tolist() == [10, 11, 12, 13, 14]
@@ -130,14 +135,14 @@ def test_literal_tokens_become_the_rows(state: RequestState) -> None:
     state.apply(later)
     assert state.token_ids[1, :7].tolist() == [10, 11, 12, 13, 14, 20, 21]
     assert state.known_counts[1] == 7
-    assert state.sampling_indices(later).tolist() == [0]
+    assert interesting_rows(state, later) == [1]
 
 
 def test_rows_are_sampled_when_they_reach_their_end(state: RequestState) -> None:
     run = scheduled([2, 3], token_counts=[3, 4], start_positions=[0, 0])
     both = plan(2, add=[added(2, [1] * 4, [1]), added(3, [1] * 4, [2])], run=run)
     state.apply(both)
-    assert state.sampling_indices(both).tolist() == [1]
+    assert interesting_rows(state, both) == [3]
     unwanted = plan(
         3,
         remove=[2, 3],
@@ -145,7 +150,7 @@ def test_rows_are_sampled_when_they_reach_their_end(state: RequestState) -> None
         run=run,
     )
     state.apply(unwanted)
-    assert state.sampling_indices(unwanted).tolist() == []
+    assert interesting_rows(state, unwanted) == []
 
 
 def test_a_row_may_be_removed_and_taken_in_one_plan(state: RequestState) -> None:

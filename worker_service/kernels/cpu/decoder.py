@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
 from worker_service.kernels.cpu.ops import (
@@ -22,8 +23,8 @@ from worker_service.kernels.cpu.ops import (
     PackedWeight,
     PagedCache,
     RopeTables,
-    StepBatch,
     address,
+    describe,
 )
 
 
@@ -124,7 +125,7 @@ class Decoder:
         self._kernels.context.run(
             library.DecodeCall(
                 model=pointer(self._model),
-                batch=pointer(batch.descriptor()),
+                batch=pointer(describe(batch)),
                 hidden=address(hidden),
                 logit_indices=logit_indices.ctypes.data,
                 logit_count=count,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
 from worker_service.kernels.cpu.compiler import KernelsUnavailable
@@ -73,50 +74,6 @@ class PagedCache:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class StepBatch:
-    """One step of R sequences and T tokens, int32 on the host, as runner.InputBatch has it.
-
-    `query_starts` [R + 1]; `context_lengths` [R], scheduled tokens included; `block_tables`
-    [R, blocks of the longest context]; `positions`, `slots` [T], a slot below 0 is not written.
-    """
-
-    query_starts: IntColumn
-    context_lengths: IntColumn
-    block_tables: IntColumn
-    positions: IntColumn
-    slots: IntColumn
-
-    @property
-    def token_count(self) -> int:
-        return int(self.positions.size)
-
-    def descriptor(self) -> library.Batch:
-        """The ABI's view; valid while this object lives."""
-        columns = (
-            self.query_starts,
-            self.context_lengths,
-            self.block_tables,
-            self.positions,
-            self.slots,
-        )
-        for column in columns:
-            assert column.dtype == np.int32 and column.flags.c_contiguous
-        sequences = self.context_lengths.size
-        assert self.query_starts.size == sequences + 1 and self.slots.size == self.positions.size
-        assert self.block_tables.ndim == 2 and self.block_tables.shape[0] == sequences
-        return library.Batch(
-            self.token_count,
-            sequences,
-            self.query_starts.ctypes.data,
-            self.context_lengths.ctypes.data,
-            self.block_tables.ctypes.data,
-            self.block_tables.shape[1],
-            self.positions.ctypes.data,
-            self.slots.ctypes.data,
-        )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class RopeTables:
     """`cosines`, `sines` [positions, rotary_dim / 2]; pairs are (i, i + rotary_dim / 2)."""
 
@@ -144,6 +101,32 @@ def address(tensor: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> 
     assert tensor.dtype == dtype, f"{tensor.dtype} where {dtype} belongs"
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     return tensor.data_ptr()
+
+
+def describe(batch: StepBatch) -> library.Batch:
+    """The ABI's view of a step; valid while `batch` lives."""
+    columns = (
+        batch.query_starts,
+        batch.context_lengths,
+        batch.block_tables,
+        batch.positions,
+        batch.slots,
+    )
+    for column in columns:
+        assert column.dtype == np.int32 and column.flags.c_contiguous
+    sequences = batch.context_lengths.size
+    assert batch.query_starts.size == sequences + 1 and batch.slots.size == batch.positions.size
+    assert batch.block_tables.ndim == 2 and batch.block_tables.shape[0] == sequences
+    return library.Batch(
+        batch.token_count,
+        sequences,
+        batch.query_starts.ctypes.data,
+        batch.context_lengths.ctypes.data,
+        batch.block_tables.ctypes.data,
+        batch.block_tables.shape[1],
+        batch.positions.ctypes.data,
+        batch.slots.ctypes.data,
+    )
 
 
 class CpuKernels:
@@ -280,7 +263,7 @@ class CpuKernels:
                 k_norm=address(norms.key if norms else None),
                 epsilon=norms.epsilon if norms else 0.0,
                 cache=pointer(view),
-                batch=pointer(batch.descriptor()),
+                batch=pointer(describe(batch)),
             )
         )
 
@@ -317,7 +300,7 @@ class CpuKernels:
                 window=window or 0,
                 scale=scale,
                 cache=pointer(view),
-                batch=pointer(batch.descriptor()),
+                batch=pointer(describe(batch)),
             )
         )
         return out
