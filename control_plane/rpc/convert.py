@@ -7,6 +7,7 @@ step.proto allows.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import assert_never
 
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
@@ -23,11 +24,13 @@ from control_plane.core.plan import (
     StepResult,
     WeightVersion,
 )
+from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import MemoryPool, WorkerInfo
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
+_SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
 _DATA_TYPE_PREFIX = "DATA_TYPE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
 _FEATURE_PREFIX = "FEATURE_"
@@ -125,22 +128,21 @@ def pool_from_pb(pool: info_pb2.MemoryPool) -> MemoryPool:
 
 
 def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
-    sampling = sequence.sampling
     return step_pb2.AddedSequence(
         row=sequence.row,
         token_ids=sequence.token_ids,
         prompt_token_count=sequence.prompt_token_count,
-        sampling=types_pb2.SamplingParameters(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sequence.seed,
-        ),
+        sampling=_sampling_to_pb(sequence.sampling, sequence.seed),
         output=_output_kind_to_pb(sequence.output),
         block_ids=sequence.block_ids,
         computed_token_count=sequence.computed_token_count,
     )
+
+
+def _sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
+    """Fields go by name."""
+    values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
+    return types_pb2.SamplingParameters(seed=seed, **values)
 
 
 def _scheduled_to_pb(scheduled: ScheduledRows) -> step_pb2.ScheduledRows:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from control_plane.core.ranges import ranges_of
 from control_plane.core.request import SamplingParams
 from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
@@ -27,13 +28,13 @@ CHARACTERS_PER_TOKEN = 32
 """A text of more characters than this for each token of the model's length can't fit."""
 
 _MAX_REPORTED = 8
-_MAX_TEMPERATURE = 100.0
 _MAX_PRIORITY = 100
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_SALT_BYTES = 128
 _MAX_REQUEST_ID_CHARACTERS = 128
+_SAMPLING_RANGES = ranges_of(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,19 +258,14 @@ def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> Ch
 
 def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
     checker.known_fields(message, "sampling.")
-    given = SamplingParams()
-    temperature = message.temperature if message.HasField("temperature") else given.temperature
-    top_p = message.top_p if message.HasField("top_p") else given.top_p
-    min_p = message.min_p if message.HasField("min_p") else given.min_p
-    # Comparisons with NaN are false, and infinity is outside of every range.
-    checker.require(
-        0 <= temperature <= _MAX_TEMPERATURE,
-        "sampling.temperature",
-        f"{_number(temperature)} is not in [0, {_MAX_TEMPERATURE:g}]",
-    )
-    checker.require(0 < top_p <= 1, "sampling.top_p", f"{_number(top_p)} is not in (0, 1]")
-    checker.require(0 <= min_p <= 1, "sampling.min_p", f"{_number(min_p)} is not in [0, 1]")
-    return SamplingParams(temperature, message.top_k, top_p, min_p)
+    given = {field.name: value for field, value in message.ListFields() if field.name != "seed"}
+    sampling = SamplingParams(**given)
+    for name, allowed in _SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        checker.require(
+            value in allowed, f"sampling.{name}", f"{_number(value)} is not in {allowed}"
+        )
+    return sampling
 
 
 def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:

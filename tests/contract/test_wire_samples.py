@@ -11,7 +11,8 @@ from google.protobuf import symbol_database
 
 from tests.contract.make_wire_samples import DATA, PLAN, RESULT, SAMPLES, meaning
 from twinplane.worker.v1 import model_runner_pb2
-from worker_service.domain.plan import OutputKind, SamplingParameters
+from worker_service.domain.plan import OutputKind
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.rpc import convert
 
 FILES = sorted(DATA.glob("*/*.binpb"))

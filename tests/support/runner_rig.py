@@ -15,11 +15,11 @@ from worker_service.domain.plan import (
     GrammarMasks,
     OutputKind,
     SamplePlan,
-    SamplingParameters,
     ScheduledRows,
     StepPlan,
     StepResult,
 )
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.runner.load import load_runner
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import RunnerOptions

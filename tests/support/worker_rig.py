@@ -17,7 +17,8 @@ from grpc_status import rpc_status
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, model_runner_pb2_grpc, step_pb2
 from worker_service.domain.capability import Limits
-from worker_service.domain.plan import RowFault, SamplingParameters, StepPlan
+from worker_service.domain.plan import RowFault, StepPlan
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.facade import WorkerFacade
 from worker_service.rpc.server import WorkerServer
 from worker_service.runner.interface import Runner

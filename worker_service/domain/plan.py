@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from worker_service.domain.columns import IntColumn
+from worker_service.domain.sampling import SamplingParameters
 
 CONTRACT_VERSION = 1
 
@@ -32,17 +33,6 @@ class WeightVersion:
 
     generation: int
     digest: str
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParameters:
-    """Resolved: every field has a value. Temperature 0 is greedy, top_k 0 keeps all."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)

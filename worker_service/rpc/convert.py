@@ -27,12 +27,12 @@ from worker_service.domain.plan import (
     OutputKind,
     RowFaultKind,
     SamplePlan,
-    SamplingParameters,
     ScheduledRows,
     StepPlan,
     StepResult,
     WeightVersion,
 )
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.facade import WorkerInfo
 
 _INT32_MAX = 2**31 - 1
@@ -69,8 +69,6 @@ def sample_from_pb(request: model_runner_pb2.SampleRequest, vocabulary_size: int
     if np.unique(rows).size != rows.size:
         raise PlanInvalid("rows", "must be distinct")
     masks = _masks_from_pb(request.grammar_masks, vocabulary_size)
-    if masks is not None and not np.isin(masks.rows, rows).all():
-        raise PlanInvalid("grammar_masks.rows", "must be among the rows that are sampled")
     return SamplePlan(request.epoch, request.step_id, rows, masks)
 
 
@@ -85,8 +83,6 @@ def _masks_from_pb(masks: step_pb2.GrammarMasks, vocabulary_size: int) -> Gramma
         )
     if not rows.size:
         return None
-    if np.unique(rows).size != rows.size:
-        raise PlanInvalid("grammar_masks.rows", "must be distinct")
     bitmasks = np.frombuffer(masks.bitmasks, dtype="<u4").reshape(rows.size, words)
     return GrammarMasks(rows, bitmasks.astype(np.uint32, copy=False))
 
@@ -195,24 +191,23 @@ def _fingerprint(plan: step_pb2.StepPlan) -> bytes:
 def _added_from_pb(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence:
     if not sequence.HasField("sampling"):
         raise PlanInvalid(f"{path}.sampling", "missing")
-    sampling = sequence.sampling
-    if not sampling.HasField("seed"):
-        raise PlanInvalid(f"{path}.sampling.seed", "must be set towards a worker")
     return AddedSequence(
         row=_int32(f"{path}.row", sequence.row),
         token_ids=_column(f"{path}.token_ids", sequence.token_ids),
         prompt_token_count=_int32(f"{path}.prompt_token_count", sequence.prompt_token_count),
-        sampling=SamplingParameters(
-            temperature=sampling.temperature if sampling.HasField("temperature") else 1.0,
-            top_k=_int32(f"{path}.sampling.top_k", sampling.top_k),
-            top_p=sampling.top_p if sampling.HasField("top_p") else 1.0,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_sampling_from_pb(f"{path}.sampling", sequence.sampling),
         output=_output_kind_from_pb(f"{path}.output", sequence.output),
         block_ids=_column(f"{path}.block_ids", sequence.block_ids),
         computed_token_count=_int32(f"{path}.computed_token_count", sequence.computed_token_count),
     )
+
+
+def _sampling_from_pb(path: str, message: types_pb2.SamplingParameters) -> SamplingParameters:
+    """Fields go by name; what is unset has the domain's default."""
+    given = {field.name: value for field, value in message.ListFields()}
+    if "seed" not in given:
+        raise PlanInvalid(f"{path}.seed", "must be set towards a worker")
+    return SamplingParameters(**given)
 
 
 def _scheduled_from_pb(scheduled: step_pb2.ScheduledRows) -> ScheduledRows:

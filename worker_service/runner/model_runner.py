@@ -1,7 +1,8 @@
 """The real runner: a plan in, tokens out. Only what all models share.
 
 It joins collaborators and has no policy of its own: RequestState keeps the rows, `prepare` makes a
-step's inputs, the executor runs them, the sampler draws.
+step's inputs, the executor runs them, SamplingState knows how each row is sampled, the sampler
+draws.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.columns import IntColumn
-from worker_service.domain.errors import PlanInvalid
 from worker_service.domain.plan import (
-    GrammarMasks,
     RowFault,
     RowFaultKind,
     SamplePlan,
     StepPlan,
     StepResult,
 )
+from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.runner.device import free_bytes
 from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
@@ -33,7 +32,9 @@ from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.logit_batch import BoolColumn, LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
-from worker_service.sampling.sampler import MaskBatch, SamplingBatch, sample
+from worker_service.sampling.masks import MaskBatch, find_masks
+from worker_service.sampling.sampler import sample
+from worker_service.sampling.state import SamplingBatch, SamplingState
 
 LogitsObserver = Callable[[int, LogitBatch, torch.Tensor], None]
 """Called with a step's id, its positions of interest and their logits [L, vocabulary], before
@@ -58,6 +59,7 @@ class ModelRunner:
         self._state = RequestState(
             capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
         )
+        self._sampling = SamplingState(capability.limits.max_sequence_count)
         self._held = HeldLogits()
         self._observer: LogitsObserver | None = None
 
@@ -88,7 +90,10 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         state, rows = self._state, plan.scheduled.rows
+        self._sampling.check(plan)
         state.apply(plan)
+        for sequence in plan.added:
+            self._sampling.add(sequence)
         self._held.drop(plan.removed_rows.tolist())
         self._held.drop(rows.tolist())
         self._executor.take_blocks(plan)
@@ -105,7 +110,7 @@ class ModelRunner:
     def launch_sample(self, plan: SamplePlan) -> PendingStep:
         state, rows = self._state, plan.rows
         state.require_held(rows, plan.step_id)
-        masks = None if plan.masks is None else self._check_masks(plan.masks, rows)
+        masks = None if plan.masks is None else find_masks(plan.masks, rows, self._vocabulary_size)
         positions = state.known_counts[rows]
         logits = self._held.take(rows)
         return CompletedStep(self._sample(plan.epoch, plan.step_id, rows, positions, logits, masks))
@@ -124,18 +129,7 @@ class ModelRunner:
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
             batch = _warm_up_batch(row_count, length)
             logits = self._executor.run(batch, batch.query_starts[1:] - 1)
-            sample(
-                logits,
-                SamplingBatch(
-                    temperature=np.ones(row_count, dtype=np.float32),
-                    top_k=np.zeros(row_count, dtype=np.int32),
-                    top_p=np.ones(row_count, dtype=np.float32),
-                    min_p=np.zeros(row_count, dtype=np.float32),
-                    seeds=np.zeros(row_count, dtype=np.uint64),
-                    positions=batch.context_lengths,
-                ),
-                None,
-            )
+            sample(logits, _warm_up_sampling(batch))
         self._cache.clear_null_block()
 
     def _conclude(self, plan: StepPlan, interest: LogitBatch, logits: torch.Tensor) -> StepResult:
@@ -165,18 +159,7 @@ class ModelRunner:
         state = self._state
         if not rows.size:
             return StepResult(epoch, step_id)
-        sampled = sample(
-            logits,
-            SamplingBatch(
-                temperature=state.temperature[rows],
-                top_k=state.top_k[rows],
-                top_p=state.top_p[rows],
-                min_p=state.min_p[rows],
-                seeds=state.seed[rows],
-                positions=positions,
-            ),
-            masks,
-        )
+        sampled = sample(logits, self._sampling.gather(rows, positions, masks))
         sound = ~(sampled.invalid_logits | sampled.empty_mask)
         tokens = sampled.tokens[sound]
         state.record_sampled(rows[sound], tokens, step_id)
@@ -196,22 +179,6 @@ class ModelRunner:
                 *_faults(rows[sampled.empty_mask], RowFaultKind.EMPTY_MASK, "no token is allowed"),
             ),
         )
-
-    def _check_masks(self, masks: GrammarMasks, rows: IntColumn) -> MaskBatch:
-        """Finds each masked row among those that are sampled. Raises PlanInvalid for others."""
-        path = "grammar_masks"
-        words = -(-self._vocabulary_size // 32)
-        if masks.bitmasks.shape != (masks.rows.size, words):
-            raise PlanInvalid(
-                f"{path}.bitmasks", f"{words} words for each of {masks.rows.size} rows are due"
-            )
-        if np.unique(masks.rows).size != masks.rows.size:
-            raise PlanInvalid(f"{path}.rows", "must be distinct")
-        if not np.isin(masks.rows, rows).all():
-            raise PlanInvalid(f"{path}.rows", "must be among the rows that are sampled")
-        order = np.argsort(rows)
-        indices: npt.NDArray[np.int64] = order[np.searchsorted(rows, masks.rows, sorter=order)]
-        return MaskBatch(indices, masks.bitmasks)
 
 
 def _take(logits: torch.Tensor, members: BoolColumn) -> torch.Tensor:
@@ -235,3 +202,12 @@ def _warm_up_batch(row_count: int, length: int) -> StepBatch:
         slots=positions,
         token_ids=np.zeros_like(positions),
     )
+
+
+def _warm_up_sampling(batch: StepBatch) -> SamplingBatch:
+    """A plain draw of one token for each sequence."""
+    count = batch.context_lengths.size
+    parameters = SamplingColumns.empty(count)
+    for index in range(count):
+        parameters.put(index, SamplingParameters())
+    return SamplingBatch(parameters, batch.context_lengths)

@@ -28,12 +28,11 @@ class RequestState:
     Columns, one entry per row: `active` bool; `known_counts` int32, tokens held in `token_ids`;
     `computed_counts` int32, tokens whose KV is written; `sampled_tokens` int32 with
     `sampled_steps` int64, the last sampled token and its step (0: none); `prompt_counts` int32,
-    leading tokens that are the prompt; `end_kinds` int8, the LogitKind of the
-    logits at the end of the tokens (0: only the KV is wanted); `held_steps` int64,
-    the step whose logits wait for Sample (0: none); `block_counts` int32;
-    `temperature`, `top_p`, `min_p` float32; `top_k` int32; `seed` uint64. `token_ids` int32
-    [rows, max_sequence_token_count]; `block_tables` int32 [rows, max_blocks], padded with the
-    null block.
+    leading tokens that are the prompt; `end_kinds` int8, the LogitKind of the logits at the
+    end of the tokens (0: only the KV is wanted); `held_steps` int64, the step whose logits wait for
+    Sample (0: none); `block_counts` int32. `token_ids` int32 [rows, max_sequence_token_count];
+    `block_tables` int32 [rows, max_blocks], padded with the null block. How a row is sampled,
+    SamplingState knows.
     """
 
     def __init__(
@@ -57,11 +56,6 @@ class RequestState:
         self.prompt_counts = np.zeros(rows, dtype=np.int32)
         self.end_kinds = np.zeros(rows, dtype=np.int8)
         self.held_steps = np.zeros(rows, dtype=np.int64)
-        self.temperature = np.zeros(rows, dtype=np.float32)
-        self.top_k = np.zeros(rows, dtype=np.int32)
-        self.top_p = np.ones(rows, dtype=np.float32)
-        self.min_p = np.zeros(rows, dtype=np.float32)
-        self.seed = np.zeros(rows, dtype=np.uint64)
 
     def reset(self) -> None:
         """Removes every row."""
@@ -163,7 +157,6 @@ class RequestState:
                 )
             if sequence.computed_token_count > sequence.block_ids.size * self.block_size:
                 raise PlanInvalid(f"{path}.computed_token_count", "exceeds the blocks given")
-            _check_sampling(f"{path}.sampling", sequence)
             if active[sequence.row]:
                 raise PlanMismatch(f"added row {sequence.row} is taken")
             active[sequence.row] = True
@@ -305,12 +298,6 @@ class RequestState:
         self.sampled_steps[row] = 0
         self.prompt_counts[row] = sequence.prompt_token_count
         self.end_kinds[row] = _END_KINDS[sequence.output]
-        self.temperature[row] = sequence.sampling.temperature
-        # A larger top_k keeps every token, and may not fit the column.
-        self.top_k[row] = min(sequence.sampling.top_k, self.vocabulary_size)
-        self.top_p[row] = sequence.sampling.top_p
-        self.min_p[row] = sequence.sampling.min_p
-        self.seed[row] = sequence.sampling.seed
 
     def _append_blocks(self, scheduled: ScheduledRows) -> None:
         counts = scheduled.appended_block_counts
@@ -346,15 +333,3 @@ def _ranges(counts: IntColumn) -> IntColumn:
 
 def _first(column: IntColumn) -> int:
     return int(column[0])
-
-
-def _check_sampling(path: str, sequence: AddedSequence) -> None:
-    sampling = sequence.sampling
-    if not 0.0 <= sampling.temperature <= 100.0:
-        raise PlanInvalid(f"{path}.temperature", "must be in [0, 100]")
-    if sampling.top_k < 0:
-        raise PlanInvalid(f"{path}.top_k", "must not be negative")
-    if not 0.0 < sampling.top_p <= 1.0:
-        raise PlanInvalid(f"{path}.top_p", "must be in (0, 1]")
-    if not 0.0 <= sampling.min_p <= 1.0:
-        raise PlanInvalid(f"{path}.min_p", "must be in [0, 1]")

@@ -29,21 +29,21 @@ from worker_service.domain.capability import (
     Model,
 )
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
-from worker_service.domain.errors import PlanInvalid
 from worker_service.domain.plan import (
-    GrammarMasks,
     RowFault,
     RowFaultKind,
     SamplePlan,
-    SamplingParameters,
     StepPlan,
     StepResult,
     WeightVersion,
 )
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.logit_batch import LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
+from worker_service.sampling.masks import find_masks
+from worker_service.sampling.state import SamplingState
 
 _Words = npt.NDArray[np.uint64]
 _BYTES_PER_SLOT = 8
@@ -118,6 +118,7 @@ class SimulatedRunner:
         self._state = RequestState(
             model.limits, model.block_count, model.block_size, model.vocabulary_size
         )
+        self._sampling = SamplingState(model.limits.max_sequence_count)
         # No plan may write to the null block, so it stays zero and padding adds nothing.
         self._kv: _Words = np.zeros((model.block_count, model.block_size), dtype=np.uint64)
         self._held: dict[int, _Held] = {}
@@ -157,7 +158,10 @@ class SimulatedRunner:
 
     def launch(self, plan: StepPlan) -> PendingStep:
         started = self._clock()
+        self._sampling.check(plan)
         self._state.apply(plan)
+        for sequence in plan.added:
+            self._sampling.add(sequence)
         for row in (*plan.removed_rows.tolist(), *plan.scheduled.rows.tolist()):
             self._held.pop(row, None)
         faults = tuple(self._provoke(plan))
@@ -185,16 +189,19 @@ class SimulatedRunner:
     def launch_sample(self, plan: SamplePlan) -> PendingStep:
         rows = plan.rows
         self._state.require_held(rows, plan.step_id)
-        indices = [] if plan.masks is None else _mask_indices(plan.masks, rows).tolist()
+        vocabulary = self._model.vocabulary_size
+        masks = None if plan.masks is None else find_masks(plan.masks, rows, vocabulary)
         held = [self._held.pop(row) for row in rows.tolist()]
         tokens = self._choose(np.array([each.preference for each in held], dtype=np.uint64))
         faults = {each.fault.row: each.fault for each in held if each.fault is not None}
-        if plan.masks is not None:
-            for index, bitmask in zip(indices, plan.masks.bitmasks, strict=True):
-                token = self._first_allowed(int(tokens[index]), bitmask)
-                row = int(rows[index])
-                if token is not None:
-                    tokens[index] = token
+        if masks is not None:
+            for index, allowed in zip(
+                masks.indices.tolist(), masks.allowed(vocabulary), strict=True
+            ):
+                row, choices = int(rows[index]), np.flatnonzero(allowed)
+                if choices.size:  # the first from the free token on, around the end
+                    place = int(np.searchsorted(choices, tokens[index]))
+                    tokens[index] = choices[place % choices.size]
                 elif row not in faults:
                     faults[row] = RowFault(row, RowFaultKind.EMPTY_MASK, "no token is allowed")
         sound = ~np.isin(rows, list(faults))
@@ -247,21 +254,12 @@ class SimulatedRunner:
                 np.uint64
             )
             sums[partial] += (blocks * _position_weights(positions)).sum(axis=1, dtype=np.uint64)
-        rows = interest.rows
-        seeds = np.where(self._state.temperature[rows] > 0, self._state.seed[rows], np.uint64(0))
+        own = self._sampling.gather(interest.rows, interest.positions).parameters
+        seeds = np.where(own.temperature > 0, own.seed, np.uint64(0))
         return _draw(sums, seeds, interest.positions.astype(np.uint64))
 
     def _choose(self, preferences: _Words) -> IntColumn:
         return (preferences % np.uint64(self._model.vocabulary_size)).astype(np.int32)
-
-    def _first_allowed(self, token: int, bitmask: npt.NDArray[np.uint32]) -> int | None:
-        """The first allowed token from `token` on, around the end of the vocabulary."""
-        words = np.ascontiguousarray(bitmask.astype("<u4", copy=False))
-        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-        allowed = np.flatnonzero(bits[: self._model.vocabulary_size])
-        if not allowed.size:
-            return None
-        return int(allowed[np.searchsorted(allowed, token) % allowed.size])
 
 
 def expected_tokens(
@@ -305,13 +303,3 @@ def _scramble(values: _Words) -> _Words:
 
 def _rows_of(faults: Sequence[RowFault]) -> IntColumn:
     return np.array([fault.row for fault in faults], dtype=np.int32)
-
-
-def _mask_indices(masks: GrammarMasks, rows: IntColumn) -> IntColumn:
-    """Where each masked row is among those sampled. Raises PlanInvalid for others and for twins."""
-    order = np.argsort(rows)
-    if np.unique(masks.rows).size != masks.rows.size:
-        raise PlanInvalid("grammar_masks.rows", "must be distinct")
-    if not np.isin(masks.rows, rows).all():
-        raise PlanInvalid("grammar_masks.rows", "must be among the rows that are sampled")
-    return order[np.searchsorted(rows, masks.rows, sorter=order)].astype(np.int32)

@@ -31,7 +31,7 @@ from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import GenerateRequest, GenerateResponse, StopConditions
 from worker_service.domain.capability import Limits
-from worker_service.domain.plan import SamplingParameters as WorkerSampling
+from worker_service.domain.sampling import SamplingParameters as WorkerSampling
 from worker_service.facade import WorkerFacade
 from worker_service.simulated.runner import (
     SimulatedLatency,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -28,8 +28,10 @@ from control_plane.rpc.convert import (
     result_from_pb,
     sample_to_pb,
 )
+from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 from worker_service.domain import plan as domain
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.rpc import convert as worker_convert
 
 VERSION = WeightVersion(3, "d" * 64)
@@ -105,7 +107,7 @@ def test_the_worker_reads_what_was_planned() -> None:
     assert sequence.token_ids.tolist() == added.token_ids
     assert sequence.block_ids.tolist() == [3]
     assert sequence.computed_token_count == 4
-    assert sequence.sampling == domain.SamplingParameters(0.5, 40, 0.75, 0.125, 2**64 - 1)
+    assert sequence.sampling == SamplingParameters(0.5, 40, 0.75, 0.125, 2**64 - 1)
 
 
 def test_columns_that_say_nothing_are_sent_empty_and_read_full() -> None:
@@ -163,6 +165,11 @@ def test_output_kinds_mean_the_same_on_both_sides(kind: OutputKind) -> None:
     added = AddedSequence(Row(0), [1, 2, 3], 2, SamplingParams(), 0, kind, [], 0)
     (sequence,) = as_worker_reads(plan(ScheduledRows(), added=[added])).added
     assert (sequence.output.name, sequence.prompt_token_count) == (kind.name, 2)
+
+
+def test_every_sampling_parameter_of_the_proto_is_one_of_the_core() -> None:
+    names = [field.name for field in types_pb2.SamplingParameters.DESCRIPTOR.fields]
+    assert names == [*(field.name for field in fields(SamplingParams)), "seed"]
 
 
 def test_the_sampling_of_held_rows_is_read_as_it_was_meant() -> None:

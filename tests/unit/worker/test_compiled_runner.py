@@ -15,7 +15,8 @@ from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import VOCABULARY
 from worker_service.domain.capability import DataType, Feature
-from worker_service.domain.plan import OutputKind, SamplingParameters
+from worker_service.domain.plan import OutputKind
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization
 

@@ -20,7 +20,8 @@ from tests.support.runner_rig import GREEDY, RunnerRig, column, generate
 from tests.support.tiny_llama import MAX_LENGTH, VOCABULARY
 from worker_service.domain.capability import DataType, DeviceKind, Feature
 from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
-from worker_service.domain.plan import GrammarMasks, OutputKind, RowFaultKind, SamplingParameters
+from worker_service.domain.plan import GrammarMasks, OutputKind, RowFaultKind
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.load_errors import (
     ExecutorUnavailable,
     KVPoolTooLarge,

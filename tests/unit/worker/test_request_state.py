@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +14,11 @@ from worker_service.domain.errors import PlanInvalid, PlanMismatch
 from worker_service.domain.plan import (
     AddedSequence,
     OutputKind,
-    SamplingParameters,
     ScheduledRows,
     StepPlan,
     WeightVersion,
 )
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.runner.input_batch import prepare
 from worker_service.runner.request_state import RequestState
 
@@ -172,13 +170,6 @@ def test_reset_removes_every_row(state: RequestState) -> None:
     state.apply(plan(1, add=[added(1, [1], [3])]))
 
 
-def test_a_top_k_past_the_vocabulary_keeps_all(state: RequestState) -> None:
-    sampling = SamplingParameters(1.0, 2**32 - 1, 1.0, 0.0, 2**64 - 1)
-    state.apply(plan(2, add=[added(0, [1], [1], sampling=sampling)]))
-    assert state.top_k[0] == 50
-    assert state.seed[0] == 2**64 - 1
-
-
 def test_step_ids_outlast_32_bits(state: RequestState) -> None:
     step = 2**40
     state.record_sampled(column([1]), column([33]), step)
@@ -187,10 +178,6 @@ def test_step_ids_outlast_32_bits(state: RequestState) -> None:
         state.apply(plan(step + 1, run=run))
     state.apply(plan(step + 2, run=run))
     assert state.token_ids[1, 5] == 33
-
-
-def with_sampling(**changes: Any) -> AddedSequence:
-    return added(0, [1], [1], sampling=replace(GREEDY, **changes))
 
 
 INVALID: dict[str, tuple[StepPlan, str]] = {
@@ -214,17 +201,6 @@ INVALID: dict[str, tuple[StepPlan, str]] = {
         "plan.added[0].computed_token_count",
     ),
     "second-added": (plan(add=[added(0, [1]), added(2, [])]), "plan.added[1].token_ids"),
-    "temperature-nan": (
-        plan(add=[with_sampling(temperature=math.nan)]),
-        "plan.added[0].sampling.temperature",
-    ),
-    "temperature": (
-        plan(add=[with_sampling(temperature=100.5)]),
-        "plan.added[0].sampling.temperature",
-    ),
-    "top-k": (plan(add=[with_sampling(top_k=-1)]), "plan.added[0].sampling.top_k"),
-    "top-p": (plan(add=[with_sampling(top_p=0.0)]), "plan.added[0].sampling.top_p"),
-    "min-p": (plan(add=[with_sampling(min_p=1.5)]), "plan.added[0].sampling.min_p"),
     "scheduled-twice": (
         plan(run=scheduled([1, 1], start_positions=[5, 5])),
         "plan.scheduled.rows",

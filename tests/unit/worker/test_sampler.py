@@ -11,24 +11,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker_service.domain.sampling import SamplingColumns, SamplingParameters
+from worker_service.sampling.drawing import _Rows as Rows
+from worker_service.sampling.masks import MaskBatch
 from worker_service.sampling.rng import Purpose, uniforms
-from worker_service.sampling.sampler import MaskBatch, Sampled, SamplingBatch, sample
-from worker_service.sampling.sampler import _Rows as Rows
+from worker_service.sampling.sampler import Sampled, sample
+from worker_service.sampling.state import SamplingBatch
 
 Parameters = tuple[float, int, float, float]  # temperature, top_k, top_p, min_p
 POSITION = 11
 
 
-def batch(rows: list[Parameters], seeds: list[int] | None = None) -> SamplingBatch:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return SamplingBatch(
-        np.array(temperature, dtype=np.float32),
-        np.array(top_k, dtype=np.int32),
-        np.array(top_p, dtype=np.float32),
-        np.array(min_p, dtype=np.float32),
-        np.array(seeds or range(len(rows)), dtype=np.uint64),
-        np.full(len(rows), POSITION, dtype=np.int32),
-    )
+def batch(
+    rows: list[Parameters], seeds: list[int] | None = None, masks: MaskBatch | None = None
+) -> SamplingBatch:
+    columns = SamplingColumns.empty(len(rows))
+    for index, (own, seed) in enumerate(zip(rows, seeds or range(len(rows)), strict=True)):
+        columns.put(index, SamplingParameters(*own, seed))
+    return SamplingBatch(columns, np.full(len(rows), POSITION, dtype=np.int32), masks)
 
 
 def draw(
@@ -37,7 +37,7 @@ def draw(
     seeds: list[int] | None = None,
     masks: MaskBatch | None = None,
 ) -> Sampled:
-    return sample(logits.clone(), batch(rows, seeds), masks)
+    return sample(logits.clone(), batch(rows, seeds, masks))
 
 
 def mask(indices: list[int], allowed: list[set[int]], vocabulary: int) -> MaskBatch:

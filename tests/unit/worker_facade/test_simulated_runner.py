@@ -9,13 +9,8 @@ from hypothesis import strategies as st
 
 from tests.support.worker_rig import MODEL, VOCABULARY, simulated_runner
 from worker_service.domain.capability import Limits
-from worker_service.domain.plan import (
-    AddedSequence,
-    OutputKind,
-    SamplingParameters,
-    ScheduledRows,
-    StepPlan,
-)
+from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
+from worker_service.domain.sampling import SamplingParameters
 from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,

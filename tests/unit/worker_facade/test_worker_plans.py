@@ -15,6 +15,7 @@ from tests.support.worker_rig import (
     added,
     first,
     following,
+    forward,
     refusal,
     serving,
     wanted,
@@ -139,7 +140,6 @@ INVALID: dict[str, tuple[str, Change]] = {
         "plan.added[0].sampling.temperature",
         plan_adding(SOUND, temperature=-0.5),
     ),
-    "top_k over int32": ("plan.added[0].sampling.top_k", plan_adding(SOUND, top_k=2**31)),
     "top_p zero": ("plan.added[0].sampling.top_p", plan_adding(SOUND, top_p=0.0)),
     "top_p above one": ("plan.added[0].sampling.top_p", plan_adding(SOUND, top_p=1.5)),
     "top_p NaN": ("plan.added[0].sampling.top_p", plan_adding(SOUND, top_p=math.nan)),
@@ -331,6 +331,14 @@ async def test_a_plan_that_schedules_nothing_is_a_step() -> None:
         assert (result.step_id, list(result.rows)) == (1, [])
         result = await rig.forward(2, rows=[2], start_positions=[0], token_counts=[2])
         assert list(result.rows) == [2]
+
+
+async def test_every_top_k_of_the_contract_is_taken() -> None:
+    async with serving() as rig:
+        await rig.attach()
+        request = forward(1)
+        plan_adding(SOUND, top_k=2**32 - 1)(request.plan)
+        assert (await rig.stub.Forward(request)).result.step_id == 1
 
 
 async def test_sequences_up_to_every_limit_are_taken() -> None:
