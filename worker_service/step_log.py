@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from twinplane.process.logs import fields
-from worker_service.domain.capability import Feature
 from worker_service.domain.errors import (
     PlanInvalid,
     RowNotHeld,
@@ -143,7 +142,6 @@ class StepLog:
             return step.logged
         self._require_runner()
         self._require_weights(plan)
-        self._require_features(plan)
         launched = self._clock()
         pending = self._guard(lambda: self.runner.launch(plan), plan.step_id)
         logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
@@ -207,11 +205,6 @@ class StepLog:
                 f"({plan.weight_version.digest[:12]}), the worker holds {held.generation} "
                 f"({held.digest[:12]})"
             )
-
-    def _require_features(self, plan: StepPlan) -> None:
-        drafts = plan.scheduled.draft_counts.any() or plan.scheduled.open_step_distances.any()
-        if drafts and Feature.DRAFT_VERIFICATION not in self.runner.capability().features:
-            raise PlanInvalid("plan.scheduled.draft_counts", "this worker does not verify drafts")
 
     def _kept(self, step_id: int) -> _Step:
         """The record of an executed step. Raises StepResultGone when it is no longer kept."""

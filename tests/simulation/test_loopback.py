@@ -20,6 +20,7 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
+from tests.support.provoked_runner import ProvokedRunner
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import RowFault, RowFaultKind, StepPlan
 from worker_service.facade import WorkerFacade
@@ -45,7 +46,7 @@ async def facade(
 ) -> AsyncIterator[WorkerFacade]:
     model = SimulatedModel("simulated", 500, LIMITS, block_count, block_size=8)
     made = WorkerFacade(
-        lambda: SimulatedRunner(model, latency, provoke=provoke),
+        lambda: ProvokedRunner(SimulatedRunner(model, latency), provoke),
         worker_id="w",
         incarnation_id="i",
     )

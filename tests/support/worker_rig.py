@@ -14,6 +14,8 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
+from tests.support.provoked_runner import Provoke, ProvokedRunner
+from tests.support.simulated_tokens import expected_tokens
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, model_runner_pb2_grpc, step_pb2
 from worker_service.domain.capability import Limits
@@ -26,7 +28,6 @@ from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,
     SimulatedRunner,
-    expected_tokens,
 )
 
 VOCABULARY = 101
@@ -50,12 +51,9 @@ NONE = step_pb2.OUTPUT_KIND_NONE
 PATIENCE = 10.0
 
 
-def simulated_runner(
-    provoke: Callable[[StepPlan], Sequence[RowFault]] = lambda plan: (),
-    model: SimulatedModel = MODEL,
-) -> SimulatedRunner:
+def simulated_runner(model: SimulatedModel = MODEL) -> SimulatedRunner:
     """A runner that takes no time."""
-    return SimulatedRunner(model, NO_LATENCY, sleep=lambda seconds: None, provoke=provoke)
+    return SimulatedRunner(model, NO_LATENCY, sleep=lambda seconds: None)
 
 
 WEIGHTS = simulated_runner().capability().weight_version
@@ -107,13 +105,15 @@ class Rig:
 
 @asynccontextmanager
 async def serving(
-    provoke: Callable[[StepPlan], Sequence[RowFault]] = lambda plan: (),
+    provoke: Provoke = lambda plan: (),
     build: Callable[[], Runner] | None = None,
     load: bool = True,
 ) -> AsyncIterator[Rig]:
     """A rig; taken down whole, whatever the test left open."""
     facade = WorkerFacade(
-        build or (lambda: simulated_runner(provoke)), worker_id="worker-7", incarnation_id="life-1"
+        build or (lambda: ProvokedRunner(simulated_runner(), provoke)),
+        worker_id="worker-7",
+        incarnation_id="life-1",
     )
     server = WorkerServer(facade)
     address = await server.start("127.0.0.1", 0)

@@ -56,7 +56,7 @@ def _empty() -> IntColumn:
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledRows:
     """Parallel int32 columns of length [rows]; `literal_tokens`, `appended_blocks` and
-    `literal_drafts` are flat."""
+    `literal_drafts` are flat. A column about drafts may be empty: all 0."""
 
     rows: IntColumn = field(default_factory=_empty)
     start_positions: IntColumn = field(default_factory=_empty)
@@ -70,6 +70,12 @@ class ScheduledRows:
     literal_draft_counts: IntColumn = field(default_factory=_empty)
     literal_drafts: IntColumn = field(default_factory=_empty)
     open_step_distances: IntColumn = field(default_factory=_empty)
+
+    @property
+    def sure_counts(self) -> IntColumn:
+        """How many of each row's scheduled tokens are no drafts, int32 [rows]."""
+        counts = self.token_counts
+        return counts - self.draft_counts if self.draft_counts.size else counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

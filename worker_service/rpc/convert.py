@@ -229,9 +229,12 @@ def _scheduled_from_pb(scheduled: step_pb2.ScheduledRows) -> ScheduledRows:
             )
         return _column(f"{path}.{name}", values)
 
+    def about_drafts(name: str, values: Sequence[int]) -> IntColumn:
+        return parallel(name, values, None) if values else rows[:0]
+
+    literal_draft_counts = about_drafts("literal_draft_counts", scheduled.literal_draft_counts)
     literal_counts = parallel("literal_token_counts", scheduled.literal_token_counts, 0)
     block_counts = parallel("appended_block_counts", scheduled.appended_block_counts, 0)
-    draft_counts = parallel("literal_draft_counts", scheduled.literal_draft_counts, 0)
     return ScheduledRows(
         rows=rows,
         start_positions=parallel("start_positions", scheduled.start_positions, None),
@@ -245,12 +248,15 @@ def _scheduled_from_pb(scheduled: step_pb2.ScheduledRows) -> ScheduledRows:
         appended_blocks=flat(
             "appended_blocks", scheduled.appended_blocks, "appended_block_counts", block_counts
         ),
-        draft_counts=parallel("draft_counts", scheduled.draft_counts, 0),
-        literal_draft_counts=draft_counts,
+        draft_counts=about_drafts("draft_counts", scheduled.draft_counts),
+        literal_draft_counts=literal_draft_counts,
         literal_drafts=flat(
-            "literal_drafts", scheduled.literal_drafts, "literal_draft_counts", draft_counts
+            "literal_drafts",
+            scheduled.literal_drafts,
+            "literal_draft_counts",
+            literal_draft_counts,
         ),
-        open_step_distances=parallel("open_step_distances", scheduled.open_step_distances, 0),
+        open_step_distances=about_drafts("open_step_distances", scheduled.open_step_distances),
     )
 
 

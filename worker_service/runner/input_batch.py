@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from worker_service.domain.batch import StepBatch
+from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.runner.logit_batch import LogitBatch
 from worker_service.runner.request_state import RequestState
@@ -13,7 +14,9 @@ from worker_service.runner.request_state import RequestState
 def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]:
     """The inputs of an applied plan, and its positions of interest. It schedules a row at least."""
     scheduled = plan.scheduled
-    rows, starts, counts = scheduled.rows, scheduled.start_positions, scheduled.token_counts
+    rows, counts = scheduled.rows, scheduled.token_counts
+    # The plan's start positions, but for drafts accepted since it was made.
+    starts = state.computed_counts[rows]
     query_starts = np.zeros(rows.size + 1, dtype=np.int32)
     np.cumsum(counts, out=query_starts[1:])
     token_rows = np.repeat(rows, counts)
@@ -35,13 +38,23 @@ def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]
 
 
 def _positions_of_interest(plan: StepPlan, state: RequestState, batch: StepBatch) -> LogitBatch:
-    """The last position of each row that reaches the end of its tokens and wants more than KV."""
-    rows, ends = plan.scheduled.rows, batch.context_lengths
+    """Of each row that reaches the end of its tokens and wants more than KV: the last token, and
+    every draft behind it."""
+    scheduled = plan.scheduled
+    rows, ends = scheduled.rows, batch.context_lengths
     kinds = state.end_kinds[rows]
-    wanted = np.flatnonzero((ends == state.known_counts[rows]) & (kinds != 0))
+    drafts = scheduled.draft_counts
+    token_ends = ends - drafts if drafts.size else ends
+    wanted = np.flatnonzero((token_ends == state.known_counts[rows]) & (kinds != 0))
+    before: IntColumn | int = 0  # from each position to its row's last
+    if drafts.size:
+        counts = drafts[wanted] + 1
+        wanted = np.repeat(wanted, counts)
+        before = np.repeat(np.cumsum(counts), counts) - np.arange(1, wanted.size + 1)
+        before = before.astype(np.int32)
     return LogitBatch(
-        token_indices=batch.query_starts[1:][wanted] - 1,
+        token_indices=batch.query_starts[1:][wanted] - 1 - before,
         rows=rows[wanted],
-        positions=ends[wanted],
+        positions=ends[wanted] - before,
         kinds=kinds[wanted],
     )

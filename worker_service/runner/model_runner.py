@@ -31,6 +31,7 @@ from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.logit_batch import BoolColumn, LogitBatch, LogitKind
+from worker_service.runner.plan_checks import refuse_drafts
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.masks import MaskBatch, find_masks
 from worker_service.sampling.sampler import sample
@@ -90,6 +91,7 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
         state, rows = self._state, plan.scheduled.rows
+        refuse_drafts(plan.scheduled)
         self._sampling.check(plan)
         state.apply(plan)
         for sequence in plan.added:

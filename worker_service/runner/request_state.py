@@ -13,7 +13,9 @@ from worker_service.domain.capability import Limits
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
 from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
 from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
+from worker_service.runner.drafts import AcceptedDrafts
 from worker_service.runner.logit_batch import BoolColumn, LogitKind
+from worker_service.runner.plan_checks import PlanBounds
 
 _END_KINDS = {
     OutputKind.SAMPLE: int(LogitKind.SAMPLE),
@@ -40,13 +42,10 @@ class RequestState:
     ) -> None:
         rows = limits.max_sequence_count
         length = limits.max_sequence_token_count
-        self.limits = limits
-        self.block_count = block_count
+        self.bounds = PlanBounds(limits, block_count, block_size, vocabulary_size)
         self.block_size = block_size
-        self.vocabulary_size = vocabulary_size
-        self.max_blocks = -(-length // block_size)
         self.token_ids = np.zeros((rows, length), dtype=np.int32)
-        self.block_tables = np.full((rows, self.max_blocks), NULL_BLOCK, dtype=np.int32)
+        self.block_tables = np.full((rows, self.bounds.max_blocks), NULL_BLOCK, dtype=np.int32)
         self.active = np.zeros(rows, dtype=bool)
         self.known_counts = np.zeros(rows, dtype=np.int32)
         self.computed_counts = np.zeros(rows, dtype=np.int32)
@@ -56,6 +55,7 @@ class RequestState:
         self.prompt_counts = np.zeros(rows, dtype=np.int32)
         self.end_kinds = np.zeros(rows, dtype=np.int8)
         self.held_steps = np.zeros(rows, dtype=np.int64)
+        self._accepted = AcceptedDrafts(rows, limits.max_inflight_step_count)
 
     def reset(self) -> None:
         """Removes every row."""
@@ -69,9 +69,10 @@ class RequestState:
     def apply(self, plan: StepPlan) -> None:
         """Checks the whole plan, then removes, adds, and records what is scheduled.
 
-        Afterwards `computed_counts` still hold the start of the scheduled tokens: `advance` moves
-        them on once the step has run. Tokens that come from an earlier step are in `token_ids`
-        already. Raises PlanInvalid or PlanMismatch with nothing changed.
+        Afterwards `computed_counts` still hold the start of the scheduled tokens, wherever the plan
+        believed it to be: `advance` moves them on once the step has run. Tokens that come from an
+        earlier step are in `token_ids` already, and behind them the drafts that the plan gives.
+        Raises PlanInvalid or PlanMismatch with nothing changed.
         """
         self._check(plan)
         self._remove(plan.removed_rows)
@@ -83,10 +84,26 @@ class RequestState:
             self.held_steps[scheduled.rows] = 0
             self._append_blocks(scheduled)
             self._append_tokens(scheduled)
+            if scheduled.literal_drafts.size:
+                given = scheduled.literal_draft_counts
+                self.put_drafts(scheduled.rows, given, scheduled.literal_drafts)
 
     def advance(self, scheduled: ScheduledRows) -> None:
-        """The scheduled tokens have their KV now."""
-        self.computed_counts[scheduled.rows] = scheduled.start_positions + scheduled.token_counts
+        """The scheduled tokens have their KV now; drafts do not count before they are accepted."""
+        self.computed_counts[scheduled.rows] += scheduled.sure_counts
+
+    def put_drafts(self, rows: IntColumn, counts: IntColumn, drafts: IntColumn) -> None:
+        """Writes drafts behind the rows' tokens, `counts` of each, flat in `drafts`; all int32.
+        They are no tokens of the rows."""
+        repeated = np.repeat(rows, counts)
+        self.token_ids[repeated, self.known_counts[repeated] + _ranges(counts)] = drafts
+
+    def accept_drafts(self, rows: IntColumn, counts: IntColumn, step_id: int) -> None:
+        """So many drafts of each row, from the first, are its tokens and have their KV. The others
+        leave the row. Once for each row that verified drafts in the step, after `advance`."""
+        self.known_counts[rows] += counts
+        self.computed_counts[rows] += counts
+        self._accepted.record(rows, step_id, counts)
 
     def record_held(self, rows: IntColumn, step_id: int) -> None:
         """The rows wait for Sample. They do so until they are sampled, scheduled or removed."""
@@ -117,95 +134,25 @@ class RequestState:
     # --- checks -------------------------------------------------------------------------------
 
     def _check(self, plan: StepPlan) -> None:
-        active = self._check_removed(plan)
-        self._check_added(plan, active)
-        self._check_columns(plan.scheduled)
-        if plan.scheduled.rows.size:
-            self._check_scheduled(plan, active)
-
-    def _check_removed(self, plan: StepPlan) -> BoolColumn:
-        active = self.active.copy()
-        rows = plan.removed_rows
+        self.bounds.check(plan)
+        active = self._check_taken(plan)
+        rows = plan.scheduled.rows
         if rows.size:
-            self._require_distinct_rows("plan.removed_rows", rows)
             if not active[rows].all():
-                raise PlanMismatch(f"removed row {_first(rows[~active[rows]])} holds no sequence")
-            active[rows] = False
-        return active
+                raise PlanMismatch(f"scheduled row {_first(rows[~active[rows]])} holds no sequence")
+            self._check_positions(plan)
 
-    def _check_added(self, plan: StepPlan, active: BoolColumn) -> None:
-        for index, sequence in enumerate(plan.added):
-            path = f"plan.added[{index}]"
-            if not 0 <= sequence.row < active.size:
-                raise PlanInvalid(f"{path}.row", f"must be in [0, {active.size})")
-            count = sequence.token_ids.size
-            if not 1 <= count <= self.limits.max_sequence_token_count:
-                raise PlanInvalid(
-                    f"{path}.token_ids",
-                    f"{count} tokens; 1 to {self.limits.max_sequence_token_count} are possible",
-                )
-            self._require_tokens(f"{path}.token_ids", sequence.token_ids)
-            if not 1 <= sequence.prompt_token_count <= count:
-                raise PlanInvalid(f"{path}.prompt_token_count", f"must be in [1, {count}]")
-            self._require_blocks(f"{path}.block_ids", sequence.block_ids)
-            if sequence.block_ids.size > self.max_blocks:
-                raise PlanInvalid(f"{path}.block_ids", f"more than {self.max_blocks} blocks")
-            if not 0 <= sequence.computed_token_count < count:
-                raise PlanInvalid(
-                    f"{path}.computed_token_count",
-                    f"must be below the {count} tokens: the last is always computed",
-                )
-            if sequence.computed_token_count > sequence.block_ids.size * self.block_size:
-                raise PlanInvalid(f"{path}.computed_token_count", "exceeds the blocks given")
+    def _check_taken(self, plan: StepPlan) -> BoolColumn:
+        """Which rows hold a sequence once the plan has removed and added its own."""
+        active, removed = self.active.copy(), plan.removed_rows
+        if not active[removed].all():
+            raise PlanMismatch(f"removed row {_first(removed[~active[removed]])} holds no sequence")
+        active[removed] = False
+        for sequence in plan.added:
             if active[sequence.row]:
                 raise PlanMismatch(f"added row {sequence.row} is taken")
             active[sequence.row] = True
-
-    def _check_columns(self, scheduled: ScheduledRows) -> None:
-        path, rows = "plan.scheduled", scheduled.rows
-        columns = ("start_positions", "token_counts", "source_step_distances",
-                   "literal_token_counts", "appended_block_counts")  # fmt: skip
-        for name in columns:
-            column = getattr(scheduled, name)
-            if column.size != rows.size:
-                raise PlanInvalid(f"{path}.{name}", f"{column.size} entries for {rows.size} rows")
-            if (column < 0).any():
-                raise PlanInvalid(f"{path}.{name}", "negative or too large")
-        if int(scheduled.literal_token_counts.sum(dtype=np.int64)) != scheduled.literal_tokens.size:
-            raise PlanInvalid(f"{path}.literal_tokens", "does not match literal_token_counts")
-        if (
-            int(scheduled.appended_block_counts.sum(dtype=np.int64))
-            != scheduled.appended_blocks.size
-        ):
-            raise PlanInvalid(f"{path}.appended_blocks", "does not match appended_block_counts")
-
-    def _check_scheduled(self, plan: StepPlan, active: BoolColumn) -> None:
-        scheduled = plan.scheduled
-        rows, counts = scheduled.rows, scheduled.token_counts
-        path = "plan.scheduled"
-        self._require_distinct_rows(f"{path}.rows", rows)
-        if (counts == 0).any():
-            raise PlanInvalid(f"{path}.token_counts", "a scheduled row computes at least one token")
-        total = int(counts.sum(dtype=np.int64))
-        if total > self.limits.max_step_token_count:
-            raise PlanInvalid(
-                f"{path}.token_counts",
-                f"{total} tokens; a step takes {self.limits.max_step_token_count}",
-            )
-        literal_counts = scheduled.literal_token_counts
-        if ((literal_counts != 0) & (literal_counts != counts)).any():
-            raise PlanInvalid(f"{path}.literal_token_counts", "must be 0 or the row's token count")
-        self._require_tokens(f"{path}.literal_tokens", scheduled.literal_tokens)
-        self._require_blocks(f"{path}.appended_blocks", scheduled.appended_blocks)
-        if ((literal_counts != 0) & (scheduled.source_step_distances != 0)).any():
-            raise PlanInvalid(
-                f"{path}.source_step_distances", "a row with literal tokens takes none of a step"
-            )
-        if (scheduled.source_step_distances >= plan.step_id).any():
-            raise PlanInvalid(f"{path}.source_step_distances", "reaches before the first step")
-        if not active[rows].all():
-            raise PlanMismatch(f"scheduled row {_first(rows[~active[rows]])} holds no sequence")
-        self._check_positions(plan)
+        return active
 
     def _check_positions(self, plan: StepPlan) -> None:
         scheduled = plan.scheduled
@@ -217,11 +164,14 @@ class RequestState:
             computed[sequence.row] = sequence.computed_token_count
             blocks[sequence.row] = sequence.block_ids.size
             sampled[sequence.row] = 0
+        if scheduled.open_step_distances.size:
+            starts = starts + self._accepted_since(plan)
         ends = starts.astype(np.int64) + counts
-        if (ends > self.limits.max_sequence_token_count).any():
+        if (ends > self.bounds.limits.max_sequence_token_count).any():
             raise PlanInvalid(
                 "plan.scheduled.token_counts",
-                f"passes the longest sequence, {self.limits.max_sequence_token_count} tokens",
+                "passes the longest sequence, "
+                f"{self.bounds.limits.max_sequence_token_count} tokens",
             )
         wrong = starts != computed[rows]
         if wrong.any():
@@ -241,18 +191,23 @@ class RequestState:
                 f"its last is of step {sampled[row]}"
             )
         held = known[rows] + from_step
-        wrong = (scheduled.literal_token_counts == 0) & (ends > held)
-        wrong |= from_step & (ends != held)
+        token_ends, to_end = ends, from_step
+        if scheduled.draft_counts.size:
+            self._check_verifying(plan)
+            drafts = scheduled.draft_counts
+            token_ends, to_end = ends - drafts, from_step | (drafts > 0)
+        given = scheduled.literal_token_counts != 0
+        wrong = ~given & ((token_ends > held) | (to_end & (token_ends != held)))
         if wrong.any():
             row = _first(rows[wrong])
             raise PlanMismatch(
-                f"row {row} is scheduled to position {_first(ends[wrong])}, "
+                f"row {row} is scheduled to position {_first(token_ends[wrong])}, "
                 f"its tokens reach to {_first(held[wrong])}"
             )
         held_blocks = blocks[rows] + scheduled.appended_block_counts
-        if (held_blocks > self.max_blocks).any():
+        if (held_blocks > self.bounds.max_blocks).any():
             raise PlanInvalid(
-                "plan.scheduled.appended_blocks", f"a row has {self.max_blocks} at most"
+                "plan.scheduled.appended_blocks", f"a row has {self.bounds.max_blocks} at most"
             )
         wrong = held_blocks.astype(np.int64) * self.block_size < ends
         if wrong.any():
@@ -262,19 +217,24 @@ class RequestState:
                 f"has {_first(held_blocks[wrong])} blocks"
             )
 
-    def _require_distinct_rows(self, path: str, rows: IntColumn) -> None:
-        if rows.min() < 0 or rows.max() >= self.active.size:
-            raise PlanInvalid(path, f"must be in [0, {self.active.size})")
-        if np.unique(rows).size != rows.size:
-            raise PlanInvalid(path, "must be distinct")
+    def _accepted_since(self, plan: StepPlan) -> IntColumn:
+        """How much further than planned each scheduled row starts, int32 [rows]."""
+        scheduled = plan.scheduled
+        rows = scheduled.rows
+        accepted = self._accepted.since(rows, plan.step_id, scheduled.open_step_distances)
+        fresh = np.array([sequence.row for sequence in plan.added], dtype=np.int32)
+        return np.where(np.isin(rows, fresh), np.int32(0), accepted)
 
-    def _require_tokens(self, path: str, tokens: IntColumn) -> None:
-        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocabulary_size):
-            raise PlanInvalid(path, f"must be below the vocabulary size, {self.vocabulary_size}")
-
-    def _require_blocks(self, path: str, blocks: IntColumn) -> None:
-        if blocks.size and (blocks.min() <= NULL_BLOCK or blocks.max() >= self.block_count):
-            raise PlanInvalid(path, f"must be in [1, {self.block_count})")
+    def _check_verifying(self, plan: StepPlan) -> None:
+        """Only a token that is sampled within the step verifies a draft."""
+        kinds = self.end_kinds.copy()
+        for sequence in plan.added:
+            kinds[sequence.row] = _END_KINDS[sequence.output]
+        verifying = plan.scheduled.rows[plan.scheduled.draft_counts > 0]
+        if (kinds[verifying] != LogitKind.SAMPLE).any():
+            raise PlanInvalid(
+                "plan.scheduled.draft_counts", "a row verifies drafts only if its output is sampled"
+            )
 
     # --- changes ------------------------------------------------------------------------------
 
@@ -286,6 +246,7 @@ class RequestState:
         self.sampled_steps[rows] = 0
         self.held_steps[rows] = 0
         self.block_tables[rows] = NULL_BLOCK
+        self._accepted.forget(rows)
 
     def _add(self, sequence: AddedSequence) -> None:
         row = sequence.row
@@ -319,10 +280,10 @@ class RequestState:
         counts = scheduled.literal_token_counts
         if scheduled.literal_tokens.size:
             repeated = np.repeat(rows, counts)
-            starts = np.repeat(scheduled.start_positions, counts)
+            starts = self.computed_counts[repeated]
             self.token_ids[repeated, starts + _ranges(counts)] = scheduled.literal_tokens
-            literal = counts > 0
-            self.known_counts[rows[literal]] = (scheduled.start_positions + counts)[literal]
+            literal = rows[counts > 0]
+            self.known_counts[literal] = self.computed_counts[literal] + counts[counts > 0]
 
 
 def _ranges(counts: IntColumn) -> IntColumn:

@@ -44,8 +44,12 @@ class SamplingState:
         """Takes the sampling of a sequence that enters the batch. It has been checked."""
         self._parameters.put(sequence.row, sequence.sampling)
 
+    def parameters(self, rows: IntColumn) -> SamplingColumns:
+        """The parameters of `rows` int32 [n], any number of times each."""
+        return self._parameters.take(rows)
+
     def gather(
         self, rows: IntColumn, positions: IntColumn, masks: MaskBatch | None = None
     ) -> SamplingBatch:
         """What tokens of `rows` int32 [S], any number of each, are sampled by."""
-        return SamplingBatch(self._parameters.take(rows), positions, masks)
+        return SamplingBatch(self.parameters(rows), positions, masks)

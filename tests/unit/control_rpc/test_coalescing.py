@@ -25,6 +25,7 @@ from control_plane.shell.turns import Turns
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
+from tests.support.simulated_tokens import expected_tokens
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
@@ -37,7 +38,6 @@ from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,
     SimulatedRunner,
-    expected_tokens,
 )
 
 VOCABULARY = 259

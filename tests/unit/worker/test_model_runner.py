@@ -232,6 +232,18 @@ def test_a_refused_plan_changes_nothing(runner: ModelRunner) -> None:
     assert rig.rows[0].tokens == PROMPTS[0] + expected
 
 
+@pytest.mark.parametrize("name", ["draft_counts", "literal_draft_counts", "open_step_distances"])
+def test_drafts_are_refused_by_a_runner_without_a_drafter(runner: ModelRunner, name: str) -> None:
+    assert Feature.DRAFT_VERIFICATION not in runner.capability().features
+    rig = RunnerRig(runner)
+    rig.add(0, PROMPTS[0])
+    plan = rig.plan({0: 30})
+    with pytest.raises(PlanInvalid) as raised:
+        runner.launch(replace(plan, scheduled=replace(plan.scheduled, **{name: column([1])})))
+    assert raised.value.field_path == f"plan.scheduled.{name}"
+    assert runner.launch(plan).result().rows.tolist() == [0]
+
+
 def test_reset_forgets_rows_and_what_they_hold(runner: ModelRunner) -> None:
     expected = generate(runner, PROMPTS[:1], 2)
     rig = RunnerRig(runner)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.simulated_tokens import expected_tokens
 from tests.support.worker_rig import MODEL, VOCABULARY, simulated_runner
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
@@ -15,7 +16,6 @@ from worker_service.simulated.runner import (
     SimulatedLatency,
     SimulatedModel,
     SimulatedRunner,
-    expected_tokens,
 )
 
 GREEDY = SamplingParameters(0.0, 0, 1.0, 0.0, 7)

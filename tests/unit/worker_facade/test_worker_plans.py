@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.worker_rig import (
     PROMPT,
+    VOCABULARY,
     Device,
     added,
     first,
@@ -85,16 +86,6 @@ INVALID: dict[str, tuple[str, Change]] = {
         "plan.added[0].prompt_token_count",
         plan_adding(added(1, [1], [20], prompt_token_count=2)),
     ),
-    "drafts without a drafter": (
-        "plan.scheduled.draft_counts",
-        plan_with(
-            token_counts=[2], literal_token_counts=[1], literal_tokens=[3], draft_counts=[1]
-        ),
-    ),
-    "an open start without a drafter": (
-        "plan.scheduled.draft_counts",
-        plan_with(source_step_distances=[1], open_step_distances=[1]),
-    ),
     "step zero": ("plan.step_id", lambda p: setattr(p, "step_id", 0)),
     "removed row out of range": ("plan.removed_rows", lambda p: p.removed_rows.append(8)),
     "removed row over int32": ("plan.removed_rows", lambda p: p.removed_rows.append(2**31)),
@@ -139,6 +130,32 @@ INVALID: dict[str, tuple[str, Change]] = {
     "temperature negative": (
         "plan.added[0].sampling.temperature",
         plan_adding(SOUND, temperature=-0.5),
+    ),
+    "a draft too many": (
+        "plan.scheduled.draft_counts",
+        plan_with(rows=[0], start_positions=[6], source_step_distances=[1], draft_counts=[1]),
+    ),
+    "drafts for other rows": (
+        "plan.scheduled.draft_counts",
+        plan_with(rows=[0], start_positions=[6], draft_counts=[0, 0]),
+    ),
+    "literal drafts without a count": (
+        "plan.scheduled.literal_drafts",
+        plan_with(rows=[0], start_positions=[6], source_step_distances=[1], literal_drafts=[1]),
+    ),
+    "more literal drafts than drafts": (
+        "plan.scheduled.literal_draft_counts",
+        plan_with(
+            rows=[0],
+            start_positions=[6],
+            source_step_distances=[1],
+            literal_draft_counts=[1],
+            literal_drafts=[1],
+        ),
+    ),
+    "open before the first step": (
+        "plan.scheduled.open_step_distances",
+        plan_with(rows=[0], start_positions=[6], open_step_distances=[2]),
     ),
     "top_p zero": ("plan.added[0].sampling.top_p", plan_adding(SOUND, top_p=0.0)),
     "top_p above one": ("plan.added[0].sampling.top_p", plan_adding(SOUND, top_p=1.5)),
@@ -350,3 +367,36 @@ async def test_sequences_up_to_every_limit_are_taken() -> None:
             1, add=sequences, rows=[7, 0], start_positions=[0, 0], token_counts=[24, 40]
         )
         assert list(result.rows) == [7, 0]
+
+
+async def test_drafts_come_over_the_wire() -> None:
+    """First all right, then the second wrong; each step starts where the last one really ended."""
+    right = wanted(8)
+    drafting = {"rows": [0], "source_step_distances": [1]}
+    async with serving() as rig:
+        await rig.attach()
+        assert list((await rig.stub.Forward(first())).result.tokens) == right[:1]
+        result = await rig.forward(
+            2,
+            **drafting,
+            start_positions=[6],
+            token_counts=[3],
+            draft_counts=[2],
+            literal_draft_counts=[2],
+            literal_drafts=right[1:3],
+        )
+        assert (list(result.rows), list(result.token_counts)) == ([0], [3])
+        assert list(result.tokens) == right[1:4]
+        result = await rig.forward(
+            3,
+            **drafting,
+            start_positions=[7],
+            open_step_distances=[1],
+            token_counts=[4],
+            draft_counts=[3],
+            literal_draft_counts=[3],
+            literal_drafts=[right[4], (right[5] + 1) % VOCABULARY, right[6]],
+        )
+        assert list(result.tokens) == right[4:6]
+        result = await rig.forward(4, **drafting, start_positions=[11])
+        assert list(result.tokens) == right[6:7]

@@ -12,6 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from tests.support.provoked_runner import ProvokedRunner
 from tests.support.worker_rig import (
     MODEL,
     NO_LATENCY,
@@ -130,7 +131,9 @@ async def test_a_loading_worker_says_when_to_try_again():
 
 async def test_a_failed_worker_serves_and_a_broken_one_does_not():
     device = Device(failing=[1])
-    async with serving(build=lambda: UnresettableRunner(MODEL, NO_LATENCY, provoke=device)) as rig:
+    async with serving(
+        build=lambda: ProvokedRunner(UnresettableRunner(MODEL, NO_LATENCY), device)
+    ) as rig:
         await rig.attach(1)
         assert (await refusal(rig.stub.Forward(first()))).code is grpc.StatusCode.INTERNAL
         assert rig.facade.lifecycle.state is LifecycleState.FAILED
@@ -303,7 +306,7 @@ async def test_the_application_ends_with_an_error_when_it_cannot_load(error, cap
 async def test_the_application_ends_with_an_error_when_the_worker_breaks(caplog):
     caplog.set_level(logging.INFO)
     device = Device(failing=[1])
-    build = GatedBuild(UnresettableRunner(MODEL, NO_LATENCY, provoke=device))
+    build = GatedBuild(ProvokedRunner(UnresettableRunner(MODEL, NO_LATENCY), device))
     build.opened.set()
     running = asyncio.create_task(serve(CONFIG, asyncio.Event(), build))
     await until(lambda: any(record.message == "ready" for record in caplog.records))

@@ -1,0 +1,25 @@
+"""What a simulated worker samples, computed from a sequence's tokens alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from worker_service.domain.sampling import SamplingParameters
+from worker_service.simulated.arithmetic import choose, mix, position_weights, preferences
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, sampling: SamplingParameters, vocabulary_size: int
+) -> list[int]:
+    """The `count` tokens a simulated worker samples after a prompt, whatever the batching."""
+    tokens = list(prompt)
+    seed = np.array([sampling.seed if sampling.temperature > 0 else 0], dtype=np.uint64)
+    for _ in range(count):
+        positions = np.arange(len(tokens), dtype=np.uint64)
+        kv = mix(np.array(tokens, dtype=np.int32), positions.astype(np.int32))
+        total = (kv * position_weights(positions)).sum(dtype=np.uint64, keepdims=True)
+        preference = preferences(total, seed, np.array([len(tokens)], dtype=np.uint64))
+        tokens.append(int(choose(preference, vocabulary_size)[0]))
+    return tokens[len(prompt) :]

@@ -1,0 +1,161 @@
+"""What no state would allow: checks of a plan against the worker's fixed bounds alone.
+
+RequestState checks what depends on its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from worker_service.domain.capability import Limits
+from worker_service.domain.columns import NULL_BLOCK, IntColumn
+from worker_service.domain.errors import PlanInvalid
+from worker_service.domain.plan import AddedSequence, ScheduledRows, StepPlan
+
+_ROW_COLUMNS = (
+    "start_positions",
+    "token_counts",
+    "source_step_distances",
+    "literal_token_counts",
+    "appended_block_counts",
+)
+_DRAFT_COLUMNS = ("draft_counts", "literal_draft_counts", "open_step_distances")
+_FLAT_COLUMNS = {
+    "literal_tokens": "literal_token_counts",
+    "appended_blocks": "appended_block_counts",
+    "literal_drafts": "literal_draft_counts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanBounds:
+    """What every plan must keep to. `block_count` includes the null block."""
+
+    limits: Limits
+    block_count: int
+    block_size: int
+    vocabulary_size: int
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.limits.max_sequence_token_count // self.block_size)
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises PlanInvalid, which names the field."""
+        if plan.removed_rows.size:
+            self._require_distinct_rows("plan.removed_rows", plan.removed_rows)
+        for index, sequence in enumerate(plan.added):
+            self._check_added(f"plan.added[{index}]", sequence)
+        _check_columns(plan.scheduled)
+        if plan.scheduled.rows.size:
+            self._check_scheduled(plan)
+
+    def _check_added(self, path: str, sequence: AddedSequence) -> None:
+        limits = self.limits
+        if not 0 <= sequence.row < limits.max_sequence_count:
+            raise PlanInvalid(f"{path}.row", f"must be in [0, {limits.max_sequence_count})")
+        count = sequence.token_ids.size
+        if not 1 <= count <= limits.max_sequence_token_count:
+            raise PlanInvalid(
+                f"{path}.token_ids",
+                f"{count} tokens; 1 to {limits.max_sequence_token_count} are possible",
+            )
+        self._require_tokens(f"{path}.token_ids", sequence.token_ids)
+        if not 1 <= sequence.prompt_token_count <= count:
+            raise PlanInvalid(f"{path}.prompt_token_count", f"must be in [1, {count}]")
+        self._require_blocks(f"{path}.block_ids", sequence.block_ids)
+        if sequence.block_ids.size > self.max_blocks:
+            raise PlanInvalid(f"{path}.block_ids", f"more than {self.max_blocks} blocks")
+        if not 0 <= sequence.computed_token_count < count:
+            raise PlanInvalid(
+                f"{path}.computed_token_count",
+                f"must be below the {count} tokens: the last is always computed",
+            )
+        if sequence.computed_token_count > sequence.block_ids.size * self.block_size:
+            raise PlanInvalid(f"{path}.computed_token_count", "exceeds the blocks given")
+
+    def _check_scheduled(self, plan: StepPlan) -> None:
+        scheduled, counts = plan.scheduled, plan.scheduled.token_counts
+        path = "plan.scheduled"
+        self._require_distinct_rows(f"{path}.rows", scheduled.rows)
+        if (counts == 0).any():
+            raise PlanInvalid(f"{path}.token_counts", "a scheduled row computes at least one token")
+        total = int(counts.sum(dtype=np.int64))
+        if total > self.limits.max_step_token_count:
+            raise PlanInvalid(
+                f"{path}.token_counts",
+                f"{total} tokens; a step takes {self.limits.max_step_token_count}",
+            )
+        if scheduled.draft_counts.size:
+            self._check_drafts(scheduled)
+        given = scheduled.literal_token_counts
+        if ((given != 0) & (given != scheduled.sure_counts)).any():
+            raise PlanInvalid(
+                f"{path}.literal_token_counts", "must be 0 or the row's token count, without drafts"
+            )
+        self._require_tokens(f"{path}.literal_tokens", scheduled.literal_tokens)
+        self._require_blocks(f"{path}.appended_blocks", scheduled.appended_blocks)
+        if ((given != 0) & (scheduled.source_step_distances != 0)).any():
+            raise PlanInvalid(
+                f"{path}.source_step_distances", "a row with literal tokens takes none of a step"
+            )
+        if (scheduled.source_step_distances >= plan.step_id).any():
+            raise PlanInvalid(f"{path}.source_step_distances", "reaches before the first step")
+        if scheduled.open_step_distances.size:
+            furthest = min(self.limits.max_inflight_step_count, plan.step_id - 1)
+            if (scheduled.open_step_distances > furthest).any():
+                raise PlanInvalid(
+                    f"{path}.open_step_distances", f"{furthest} steps can be in flight at most"
+                )
+
+    def _check_drafts(self, scheduled: ScheduledRows) -> None:
+        path = "plan.scheduled"
+        drafts, given = scheduled.draft_counts, scheduled.literal_draft_counts
+        if (drafts >= scheduled.token_counts).any():
+            raise PlanInvalid(f"{path}.draft_counts", "must be below the row's token count")
+        if given.size and ((given != 0) & (given != drafts)).any():
+            raise PlanInvalid(f"{path}.literal_draft_counts", "must be 0 or the row's draft count")
+        self._require_tokens(f"{path}.literal_drafts", scheduled.literal_drafts)
+
+    def _require_distinct_rows(self, path: str, rows: IntColumn) -> None:
+        count = self.limits.max_sequence_count
+        if rows.min() < 0 or rows.max() >= count:
+            raise PlanInvalid(path, f"must be in [0, {count})")
+        if np.unique(rows).size != rows.size:
+            raise PlanInvalid(path, "must be distinct")
+
+    def _require_tokens(self, path: str, tokens: IntColumn) -> None:
+        if tokens.size and (tokens.min() < 0 or tokens.max() >= self.vocabulary_size):
+            raise PlanInvalid(path, f"must be below the vocabulary size, {self.vocabulary_size}")
+
+    def _require_blocks(self, path: str, blocks: IntColumn) -> None:
+        if blocks.size and (blocks.min() <= NULL_BLOCK or blocks.max() >= self.block_count):
+            raise PlanInvalid(path, f"must be in [1, {self.block_count})")
+
+
+def refuse_drafts(scheduled: ScheduledRows) -> None:
+    """For a runner that verifies none. Raises PlanInvalid."""
+    for name in _DRAFT_COLUMNS:
+        if getattr(scheduled, name).any():
+            raise PlanInvalid(f"plan.scheduled.{name}", "this worker verifies no drafts")
+
+
+def _check_columns(scheduled: ScheduledRows) -> None:
+    """Sizes and signs. A column about drafts may be empty."""
+    path, count = "plan.scheduled", scheduled.rows.size
+    given = (name for name in _DRAFT_COLUMNS if getattr(scheduled, name).size)
+    for name in (*_ROW_COLUMNS, *given):
+        column = getattr(scheduled, name)
+        if column.size != count:
+            raise PlanInvalid(f"{path}.{name}", f"{column.size} entries for {count} rows")
+        if count and column.min() < 0:
+            raise PlanInvalid(f"{path}.{name}", "negative or too large")
+    if not scheduled.draft_counts.size and scheduled.literal_draft_counts.any():
+        raise PlanInvalid(f"{path}.literal_draft_counts", "must be 0 or the row's draft count")
+    for name, counts_name in _FLAT_COLUMNS.items():
+        expected = int(getattr(scheduled, counts_name).sum(dtype=np.int64))
+        if expected != getattr(scheduled, name).size:
+            raise PlanInvalid(f"{path}.{name}", f"does not match {counts_name}")

@@ -1,0 +1,42 @@
+"""The simulated model: what tokens leave in the KV, and which token follows from what lies there.
+
+All values are uint64 and wrap around.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_service.domain.columns import IntColumn
+
+Words = npt.NDArray[np.uint64]
+
+
+def mix(token_ids: IntColumn, positions: IntColumn) -> Words:
+    """What a token at a position leaves in the KV, uint64 [tokens]."""
+    return scramble((token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64))
+
+
+def position_weights(positions: Words) -> Words:
+    """Odd factors that tell the order of equal contents apart."""
+    return positions * np.uint64(2) + np.uint64(1)
+
+
+def preferences(sums: Words, seeds: Words, positions: Words) -> Words:
+    """A hash in place of logits, uint64 [n]: of all that lies before a position, weighed and added
+    up, of the seed (0: greedy) and of the position."""
+    return scramble(sums ^ scramble(seeds ^ scramble(positions)))
+
+
+def choose(words: Words, vocabulary_size: int) -> IntColumn:
+    """The tokens that preferences stand for, int32 [n]."""
+    return (words % np.uint64(vocabulary_size)).astype(np.int32)
+
+
+def scramble(values: Words) -> Words:
+    """SplitMix64's output function (Steele, Lea, Flood: Fast splittable pseudorandom numbers)."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
