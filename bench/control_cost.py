@@ -1,6 +1,6 @@
 """What one decode step costs the control plane, and what it costs the wire.
 
-The real driver, core and message conversion run against a worker that answers at once; every row's
+The real fleet, core and message conversion run against a worker that answers at once; every row's
 tokens go to a stream that a client task reads. So the time between two plans, less the echo's own,
 is all that the control plane does for a step: decode the result, update, deliver, wake the clients,
 schedule, encode. It has no peer to be compared with, so it prints milliseconds and bytes;
@@ -24,10 +24,11 @@ from control_plane.core.plan import StepPlan, StepResult, WeightVersion
 from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc import convert
-from control_plane.shell.driver import Driver, DriverSettings
-from control_plane.shell.ports import MemoryPool, WorkerInfo
+from control_plane.rpc.turns import Turns
+from control_plane.shell.fleet import Fleet
+from control_plane.shell.ports import Attachment, MemoryPool, WorkerInfo
+from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
-from control_plane.shell.turns import Turns
 from twinplane.worker.v1 import model_runner_pb2, step_pb2
 
 BLOCK_SIZE = 16
@@ -58,28 +59,24 @@ class EchoWorker:
         self._last: float | None = None
         self._echo_seconds = 0.0
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         blocks = self._rows * (self._length // BLOCK_SIZE + 2) + 1
         info = WorkerInfo(
             worker_id="echo",
             incarnation_id="1",
             epoch=1,
             model_name="echo",
-            architecture="Echo",
             vocabulary_size=VOCABULARY,
-            data_type="float32",
             weight_version=WeightVersion(1, "0" * 64),
             max_sequence_count=self._rows,
             max_step_token_count=8192,
             max_sequence_token_count=self._length,
             max_prompt_token_count=self._length,
             max_inflight_step_count=4,
-            features=frozenset(),
+            rank_count=1,
             device="echo",
-            executor="none",
-            attention_backend="none",
         )
-        return info, MemoryPool(blocks, BLOCK_SIZE, 1)
+        return Attachment(info, MemoryPool(blocks, BLOCK_SIZE), previous_epoch=0)
 
     async def send(self, plan: StepPlan) -> None:
         started = time.perf_counter()
@@ -135,7 +132,7 @@ async def read(stream: TokenStream) -> int:
     """A client that takes tokens as they come; the number of takes."""
     takes, finish = 0, None
     while finish is None:
-        _, finish = await stream.take()
+        finish = (await stream.take()).finish
         takes += 1
     return takes
 
@@ -144,22 +141,22 @@ async def measure(rows: int, steps: int, context: int) -> Samples:
     samples = Samples()
     worker = EchoWorker(rows, context + steps + BLOCK_SIZE, samples)
     attached = asyncio.Event()
-    driver = Driver(
-        worker,
-        DriverSettings(),
+    fleet = Fleet(
+        [worker],
+        ReplicaSettings(),
         clock=time.monotonic,
-        rng=random.Random(0),
-        telemetry=Telemetry("bench"),
+        jitter=random.Random(0).random,
+        metrics=Telemetry("bench"),
         on_readiness=lambda ready: attached.set() if ready else None,
     )
     async with asyncio.TaskGroup() as group:
-        engine = group.create_task(driver.run())
+        running = group.create_task(fleet.run())
         await attached.wait()
         rng = random.Random(1)
         readers, turns = [], Turns()
         for index in range(rows):
-            stream = TokenStream(turns=turns)
-            driver.submit(
+            stream = TokenStream(gate=turns)
+            fleet.submit(
                 Request(
                     request_id=RequestId(str(index)),
                     prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(context)),
@@ -172,7 +169,7 @@ async def measure(rows: int, steps: int, context: int) -> Samples:
             )
             readers.append(group.create_task(read(stream)))
         await asyncio.wait(readers)
-        engine.cancel()
+        running.cancel()
     return samples
 
 

@@ -17,7 +17,7 @@ import json
 import os
 from dataclasses import dataclass
 
-from bench import engine
+from bench import fleet
 from bench import options as flags
 from bench.load import random_prompts
 from bench.results import Results
@@ -112,10 +112,10 @@ async def decode(
     options: argparse.Namespace, worker: Worker, rows: int, number: int
 ) -> list[float]:
     """Seconds of each step in which all rows decoded."""
-    timed = engine.StepTimes(worker, rows)
+    timed = fleet.StepTimes(worker, rows)
     plain = SchedulingSettings(async_scheduling=False)
     prompts = random_prompts(rows, options.prompt_tokens, VOCABULARY, 1000 * rows + number)
-    async with engine.running(timed, plain) as made:
+    async with fleet.running(timed, plain) as made:
         await made.generate(prompts, options.output_tokens)
     return timed.seconds[3:]
 

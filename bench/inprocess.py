@@ -7,22 +7,27 @@ contract holds there. The planes still know only the contract; this file knows b
 from __future__ import annotations
 
 import asyncio
+from typing import TypeVar
 
-from control_plane.core.plan import StepPlan, StepResult
+from google.protobuf.message import Message
+
+from control_plane.core.plan import Message as PlanMessage
+from control_plane.core.plan import StepResult
 from control_plane.rpc import convert as control_convert
 from control_plane.shell.ports import (
-    MemoryPool,
+    Attachment,
     RefusalReason,
-    WorkerInfo,
     WorkerLost,
     WorkerRefused,
 )
-from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
+from twinplane.worker.v1 import model_runner_pb2
 from worker_service.domain.errors import WorkerError
 from worker_service.domain.plan import CONTRACT_VERSION
 from worker_service.domain.plan import StepResult as WorkerStepResult
 from worker_service.facade import Pipeline, WorkerFacade
 from worker_service.rpc import convert as worker_convert
+
+_Message = TypeVar("_Message", bound=Message)
 
 
 class InProcessWorker:
@@ -41,7 +46,7 @@ class InProcessWorker:
         self._pipeline: Pipeline | None = None
         self._results: asyncio.Queue[asyncio.Future[WorkerStepResult]] = asyncio.Queue()
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen."""
         await self.detach()
         try:
@@ -56,36 +61,39 @@ class InProcessWorker:
         self._last_epoch = epoch
         self._pipeline = Pipeline()
         self._results = asyncio.Queue()
-        return (
-            control_convert.info_from_pb(
-                info_pb2.WorkerInfo.FromString(
-                    worker_convert.info_to_pb(claim.worker_info).SerializeToString()
-                )
-            ),
-            control_convert.pool_from_pb(
-                info_pb2.MemoryPool.FromString(worker_convert.pool_to_pb(pool).SerializeToString())
-            ),
+        attached = model_runner_pb2.AttachResponse(
+            worker_info=worker_convert.info_to_pb(claim.worker_info),
+            previous_epoch=claim.previous_epoch,
+        )
+        return control_convert.attachment_from_pb(
+            _crossed(attached), _crossed(worker_convert.pool_to_pb(pool))
         )
 
-    async def send(self, plan: StepPlan) -> None:
-        """Submits a plan; waits only for room in the worker's queue."""
+    async def send(self, message: PlanMessage) -> None:
+        """Submits a message; waits only for room in the worker's queue."""
         if self._pipeline is None:
             raise WorkerLost("not attached")
-        message = model_runner_pb2.ForwardRequest(
-            plan=control_convert.plan_to_pb(plan)
-        ).SerializeToString()
-        self.sent_bytes += len(message)
-        request = model_runner_pb2.ForwardRequest.FromString(message)
+        sent = control_convert.message_to_pb(message)
+        self.sent_bytes += sent.ByteSize()
         try:
-            future = await self._facade.submit(
-                worker_convert.forward_from_pb(request), self._pipeline
-            )
+            self._results.put_nowait(await self._submit(_crossed(sent), self._pipeline))
         except WorkerError as error:
             raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
-        self._results.put_nowait(future)
+
+    async def _submit(
+        self, request: model_runner_pb2.ExecuteRequest, pipeline: Pipeline
+    ) -> asyncio.Future[WorkerStepResult]:
+        if request.HasField("forward"):
+            return await self._facade.submit(
+                worker_convert.forward_from_pb(request.forward), pipeline
+            )
+        vocabulary_size = self._facade.worker_info().capability.model.vocabulary_size
+        return await self._facade.submit_sample(
+            worker_convert.sample_from_pb(request.sample, vocabulary_size), pipeline
+        )
 
     async def receive(self) -> StepResult:
-        """The next result, in order."""
+        """The result of the next message, in order."""
         if self._pipeline is None:
             raise WorkerLost("not attached")
         future = await self._results.get()
@@ -93,12 +101,17 @@ class InProcessWorker:
             result = await future
         except WorkerError as error:
             raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
-        message = worker_convert.result_to_pb(result).SerializeToString()
-        self.received_bytes += len(message)
-        return control_convert.result_from_pb(step_pb2.StepResult.FromString(message))
+        message = worker_convert.result_to_pb(result)
+        self.received_bytes += message.ByteSize()
+        return control_convert.result_from_pb(_crossed(message))
 
     async def detach(self) -> None:
         """Forgets the pipeline; what was submitted is still executed."""
         self._pipeline = None
         while not self._results.empty():
             self._results.get_nowait().cancel()
+
+
+def _crossed(message: _Message) -> _Message:
+    """What arrives of a message on the other side of a wire."""
+    return type(message).FromString(message.SerializeToString())

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench import engine
+from bench import fleet
 from bench import options as flags
 from bench.inprocess import InProcessWorker
 from bench.load import random_prompts
@@ -80,33 +80,33 @@ async def measure(options: argparse.Namespace, results: Results) -> None:
             "Execute, TCP": GrpcWorker(f"127.0.0.1:{port}", controller_id="bench"),
             "Execute, Unix socket": GrpcWorker(f"unix:{socket}", controller_id="bench"),
         }
-        engines = {
-            name: await stack.enter_async_context(engine.running(worker))
+        fleets = {
+            name: await stack.enter_async_context(fleet.running(worker))
             for name, worker in workers.items()
         }
-        for made in engines.values():
+        for made in fleets.values():
             await made.generate(random_prompts(8, 16, VOCABULARY, seed=0), 8)
         for streams in options.streams:
-            await contest(options, results, engines, streams)
+            await contest(options, results, fleets, streams)
 
 
 async def contest(
     options: argparse.Namespace,
     results: Results,
-    engines: dict[str, engine.Engine],
+    fleets: dict[str, fleet.RunningFleet],
     streams: int,
 ) -> None:
     """Each in turn, in an order that changes by the round: what comes first finds a warmer core."""
-    rates: dict[str, list[float]] = {name: [] for name in engines}
-    order = list(engines)
+    rates: dict[str, list[float]] = {name: [] for name in fleets}
+    order = list(fleets)
     shuffled = random.Random(streams)
     for number in range(options.rounds):
         seed = 1000 * streams + number
         prompts = random_prompts(streams, options.prompt_tokens, VOCABULARY, seed)
         shuffled.shuffle(order)
         for name in order:
-            # The same prompts are new to each: every engine has a prefix cache of its own.
-            seconds = await engines[name].generate(prompts, options.output_tokens)
+            # The same prompts are new to each: every fleet has a prefix cache of its own.
+            seconds = await fleets[name].generate(prompts, options.output_tokens)
             rates[name].append(streams * options.output_tokens / seconds)
     case = f"{streams} streams, {options.prompt_tokens} + {options.output_tokens} tokens"
     measured = {

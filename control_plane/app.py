@@ -15,14 +15,16 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
 
+from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.server import ControlServer, inference_service
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
+from control_plane.shell.replica import ReplicaSettings
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
@@ -67,23 +69,24 @@ def served_name(model: str) -> str:
 
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
     telemetry = Telemetry(__version__)
-    rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     readiness = SettableReadiness()
+    rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
-        driver = Driver(
-            GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}"),
-            _driver_settings(config, model_name),
+        fleet = Fleet(
+            [GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
+            _replica_settings(config),
             clock=time.monotonic,
-            rng=random.Random(),
-            telemetry=telemetry,
+            jitter=random.Random().random,
+            metrics=telemetry,
             on_readiness=readiness.set_serving,
+            served_model_name=model_name,
         )
         text = _text_processor(config, text_model)
         stack.callback(text.close)
         text.prepare_chat()
         servicer = InferenceServicer(
-            driver,
+            fleet,
             text,
             clock=time.monotonic,
             new_seed=lambda: rng.getrandbits(64),
@@ -97,7 +100,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         try:
             address = await server.start(config.host, config.port, _socket_path(config))
             stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
-            metrics_port = await _start_metrics(config, telemetry, driver, stack)
+            metrics_port = await _start_metrics(config, telemetry, fleet, stack)
         except (CannotListen, OSError) as error:
             _logger.error("can't listen", extra=fields(error=str(error)))
             return 1
@@ -109,37 +112,37 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         )
         # What is loaded now stays: the collector need not walk it again in the middle of a step.
         gc.freeze()
-        return await _run_until_stopped(driver, signals, config.drain_grace_seconds)
+        return await _run_until_stopped(fleet, signals, config.drain_grace_seconds)
 
 
-async def _run_until_stopped(driver: Driver, signals: StopSignals, grace: float) -> int:
-    """Runs the driver; on the first signal drains it, on the second cuts the drain short."""
-    engine = asyncio.create_task(driver.run())
+async def _run_until_stopped(fleet: Fleet, signals: StopSignals, grace: float) -> int:
+    """Runs the fleet; on the first signal drains it, on the second cuts the drain short."""
+    running = asyncio.create_task(fleet.run())
     stopping = asyncio.create_task(signals.first.wait())
     hurrying = asyncio.create_task(signals.second.wait())
     draining: asyncio.Task[None] | None = None
     try:
-        await asyncio.wait((engine, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if not engine.done():
-            draining = asyncio.create_task(driver.drain(grace))
-            await asyncio.wait((engine, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
-        if not engine.done():
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            draining = asyncio.create_task(fleet.drain(grace))
+            await asyncio.wait((running, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
             return 0
-        _logger.critical("the engine failed", exc_info=engine.exception())
+        _logger.critical("the engine failed", exc_info=running.exception())
         return 1
     finally:
-        tasks = [task for task in (engine, stopping, hurrying, draining) if task is not None]
+        tasks = [task for task in (running, stopping, hurrying, draining) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
 
 
 async def _start_metrics(
-    config: ControlConfig, telemetry: Telemetry, driver: Driver, stack: AsyncExitStack
+    config: ControlConfig, telemetry: Telemetry, fleet: Fleet, stack: AsyncExitStack
 ) -> int | None:
     if config.metrics_port is None:
         return None
-    server = MetricsServer(telemetry.render, lambda: driver.ready)
+    server = MetricsServer(telemetry.render, lambda: fleet.ready)
     try:
         port = await server.start(config.metrics_host, config.metrics_port)
     except OSError as error:
@@ -157,8 +160,8 @@ def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     return TextProcessor(model, limits, renderer)
 
 
-def _driver_settings(config: ControlConfig, model_name: str) -> DriverSettings:
-    return DriverSettings(
+def _replica_settings(config: ControlConfig) -> ReplicaSettings:
+    return ReplicaSettings(
         scheduling=SchedulingSettings(
             max_sequence_count=config.max_num_seqs,
             max_step_token_count=config.max_num_batched_tokens,
@@ -168,8 +171,7 @@ def _driver_settings(config: ControlConfig, model_name: str) -> DriverSettings:
             enable_prefix_caching=config.enable_prefix_caching,
             ageing_seconds=config.ageing_seconds,
         ),
-        served_model_name=model_name,
-        loss_patience=config.worker_loss_patience,
+        claim=ClaimPolicy(loss_patience=config.worker_loss_patience),
     )
 
 

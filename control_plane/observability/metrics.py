@@ -2,14 +2,15 @@
 
 The hot path adds to plain numbers; families are built only when somebody scrapes. Everything lives
 in one Telemetry with its own registry: nothing is global, so two of them in one process never mix.
-All of it is used on the event loop's thread.
+All of it is used on the event loop's thread. Telemetry and ReplicaTelemetry implement the protocols
+of control_plane.shell.ports. What speaks of a replica has the label `replica`, its number.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -53,18 +54,52 @@ class Histogram:
         return [(end, float(n)) for end, n in zip(ends, accumulate(self._counts), strict=True)]
 
 
+class ReplicaTelemetry:
+    """The numbers of one replica."""
+
+    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+        self.stats = stats
+        self.worker: dict[str, str] | None = None
+        """worker_id, model and device while a worker is attached."""
+        self.loss_count = 0
+        self.resync_counts = {"kept": 0, "discarded": 0}
+        """By what became of the KV."""
+        self.step = Histogram(_STEP_SECONDS)
+        self.control = Histogram(_CONTROL_SECONDS)
+
+    def worker_attached(
+        self, *, worker_id: str, model: str, device: str, resumed: bool, kv_kept: bool
+    ) -> None:
+        """A worker was claimed.
+
+        `resumed`: work goes on from an earlier claim; `kv_kept`: with the KV of that claim.
+        """
+        self.worker = {"worker_id": worker_id, "model": model, "device": device}
+        if resumed:
+            self.resync_counts["kept" if kv_kept else "discarded"] += 1
+
+    def worker_lost(self) -> None:
+        """The claim is over."""
+        self.loss_count += self.worker is not None
+        self.worker = None
+
+    def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
+        """A step is over.
+
+        The worker took `executed_seconds` to execute it, as its result says; the control plane
+        spent `control_seconds` on its schedule, update and delivery.
+        """
+        self.step.observe(executed_seconds)
+        self.control.observe(control_seconds)
+
+
 class Telemetry(Collector):
     """The numbers, and how they read as metrics."""
 
     def __init__(self, version: str) -> None:
         self._version = version
-        self._stats: Callable[[], Stats | None] = lambda: None
-        self._worker: dict[str, str] | None = None
-        self._resync_count = 0
-        self._loss_count = 0
+        self._replicas: dict[str, ReplicaTelemetry] = {}
         self._rpcs: Counter[tuple[str, str]] = Counter()
-        self._step = Histogram(_STEP_SECONDS)
-        self._control = Histogram(_CONTROL_SECONDS)
         self._first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(_INTER_TOKEN_SECONDS)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -78,27 +113,15 @@ class Telemetry(Collector):
 
     # --- what the parts report ----------------------------------------------------------------
 
-    def follow(self, stats: Callable[[], Stats | None]) -> None:
-        """Asks the core for its own counts at every scrape; None while there is no core."""
-        self._stats = stats
+    def replica(self, number: int, stats: Callable[[], Stats | None]) -> ReplicaTelemetry:
+        """Where replica `number` reports to.
 
-    def worker_attached(self, *, worker_id: str, model: str, device: str, resumed: bool) -> None:
-        """A worker was claimed; `resumed` says that work went on from an earlier claim."""
-        self._worker = {"worker_id": worker_id, "model": model, "device": device}
-        self._resync_count += resumed
-
-    def worker_lost(self) -> None:
-        """The claim is over."""
-        self._loss_count += self._worker is not None
-        self._worker = None
-
-    def step_finished(self, seconds: float) -> None:
-        """A step took the worker `seconds` to execute, as its result says."""
-        self._step.observe(seconds)
-
-    def control_work(self, seconds: float) -> None:
-        """The control plane spent `seconds` on a step: its schedule, update and delivery."""
-        self._control.observe(seconds)
+        `stats` gives its core's own counts at every scrape; None while it has no core.
+        """
+        name = str(number)
+        assert name not in self._replicas, "two replicas of one number"
+        self._replicas[name] = ReplicaTelemetry(stats)
+        return self._replicas[name]
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token `seconds` after it arrived."""
@@ -116,10 +139,12 @@ class Telemetry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape."""
-        stats = self._stats()
-        if stats is not None:
-            yield from _collect_core(stats)
-        yield from self._collect_worker()
+        stats = {number: replica.stats() for number, replica in self._replicas.items()}
+        yield from _collect_cores({n: known for n, known in stats.items() if known is not None})
+        build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
+        build.add_metric((self._version,), 1)
+        yield build
+        yield from _collect_workers(self._replicas)
         rpcs = CounterMetricFamily(
             "twinplane_rpcs", "RPCs by method and status code.", labels=("method", "code")
         )
@@ -127,74 +152,89 @@ class Telemetry(Collector):
             rpcs.add_metric((method, code), count)
         yield rpcs
         yield _histogram(
-            "step_duration_seconds", "Execution of a step, as its worker reports it.", self._step
-        )
-        yield _histogram("step_control_seconds", "Control plane work of one step.", self._control)
-        yield _histogram(
-            "time_to_first_token_seconds", "From arrival to the first token.", self._first_token
+            "time_to_first_token_seconds",
+            "From arrival to the first token.",
+            {(): self._first_token},
         )
         yield _histogram(
-            "inter_token_latency_seconds", "Between tokens of one request.", self._inter_token
-        )
-
-    def _collect_worker(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
-        build.add_metric((self._version,), 1)
-        yield build
-        yield GaugeMetricFamily(
-            "twinplane_worker_up", "1 while a worker is attached.", int(self._worker is not None)
-        )
-        labels = ("worker_id", "model", "device")
-        info = GaugeMetricFamily("twinplane_worker_info", "The attached worker.", labels=labels)
-        if self._worker is not None:
-            info.add_metric([self._worker[label] for label in labels], 1)
-        yield info
-        yield CounterMetricFamily(
-            "twinplane_worker_losses", "Claims that ended by themselves.", self._loss_count
-        )
-        yield CounterMetricFamily(
-            "twinplane_worker_resyncs", "Claims that took up earlier work.", self._resync_count
+            "inter_token_latency_seconds",
+            "Between tokens of one request.",
+            {(): self._inter_token},
         )
 
 
-def _collect_core(stats: Stats) -> Iterator[Metric]:
-    yield GaugeMetricFamily(
-        "twinplane_requests_running", "Requests in the persistent batch.", stats.running
+def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]:
+    labels = ("worker_id", "model", "device")
+    up = _gauge("worker_up", "1 while a worker is attached.")
+    info = _gauge("worker_info", "The attached worker.", *labels)
+    losses = _counter("worker_losses", "Claims that ended by themselves.")
+    resyncs = _counter(
+        "worker_resyncs", "Claims that took up earlier work, by what became of the KV.", "kv"
     )
-    yield GaugeMetricFamily(
-        "twinplane_requests_waiting", "Requests that wait to run.", stats.waiting
+    for number, replica in replicas.items():
+        up.add_metric((number,), int(replica.worker is not None))
+        if replica.worker is not None:
+            info.add_metric((number, *(replica.worker[label] for label in labels)), 1)
+        losses.add_metric((number,), replica.loss_count)
+        for kv, count in replica.resync_counts.items():
+            resyncs.add_metric((number, kv), count)
+    yield from (up, info, losses, resyncs)
+    yield _histogram(
+        "step_duration_seconds",
+        "Execution of a step, as its worker reports it.",
+        {(number,): replica.step for number, replica in replicas.items()},
+        "replica",
     )
-    yield GaugeMetricFamily(
-        "twinplane_steps_in_flight", "Plans without their results yet.", stats.inflight
+    yield _histogram(
+        "step_control_seconds",
+        "Control plane work of one step.",
+        {(number,): replica.control for number, replica in replicas.items()},
+        "replica",
     )
-    kv_tokens = GaugeMetricFamily(
-        "twinplane_kv_tokens", "KV slots of the pool by state.", labels=("state",)
-    )
-    kv_tokens.add_metric(("active",), stats.kv_active_tokens)
-    kv_tokens.add_metric(("cached",), stats.kv_cached_tokens)
-    kv_tokens.add_metric(("free",), stats.kv_free_tokens)
-    yield kv_tokens
-    yield CounterMetricFamily(
-        "twinplane_preemptions", "Requests put back to free blocks.", stats.preemptions
-    )
-    yield CounterMetricFamily(
-        "twinplane_requests_submitted", "Requests that were accepted.", stats.submitted
-    )
-    finished = CounterMetricFamily(
-        "twinplane_requests_finished", "Requests by how they ended.", labels=("reason",)
-    )
-    for reason, count in stats.finished.items():
-        finished.add_metric((reason.value,), count)
-    yield finished
-    tokens = CounterMetricFamily("twinplane_tokens", "Tokens by kind.", labels=("kind",))
-    tokens.add_metric(("prompt_computed",), stats.prompt_tokens)
-    tokens.add_metric(("prompt_cached",), stats.cached_prompt_tokens)
-    tokens.add_metric(("recomputed",), stats.recomputed_tokens)
-    tokens.add_metric(("generated",), stats.generated_tokens)
-    yield tokens
 
 
-def _histogram(name: str, help_text: str, histogram: Histogram) -> Metric:
-    return HistogramMetricFamily(
-        f"twinplane_{name}", help_text, buckets=histogram.cumulative(), sum_value=histogram.total
-    )
+def _collect_cores(cores: Mapping[str, Stats]) -> Iterator[Metric]:
+    running = _gauge("requests_running", "Requests in the persistent batch.")
+    waiting = _gauge("requests_waiting", "Requests that wait to run.")
+    inflight = _gauge("steps_in_flight", "Plans without their results yet.")
+    kv_tokens = _gauge("kv_tokens", "KV slots of the pool by state.", "state")
+    preemptions = _counter("preemptions", "Requests put back to free blocks.")
+    submitted = _counter("requests_submitted", "Requests that were accepted.")
+    finished = _counter("requests_finished", "Requests by how they ended.", "reason")
+    tokens = _counter("tokens", "Tokens by kind.", "kind")
+    for number, stats in cores.items():
+        running.add_metric((number,), stats.running)
+        waiting.add_metric((number,), stats.waiting)
+        inflight.add_metric((number,), stats.inflight)
+        kv_tokens.add_metric((number, "active"), stats.kv_active_tokens)
+        kv_tokens.add_metric((number, "cached"), stats.kv_cached_tokens)
+        kv_tokens.add_metric((number, "free"), stats.kv_free_tokens)
+        preemptions.add_metric((number,), stats.preemptions)
+        submitted.add_metric((number,), stats.submitted)
+        for reason, count in stats.finished.items():
+            finished.add_metric((number, reason.value), count)
+        tokens.add_metric((number, "prompt_computed"), stats.prompt_tokens)
+        tokens.add_metric((number, "prompt_cached"), stats.cached_prompt_tokens)
+        tokens.add_metric((number, "recomputed"), stats.recomputed_tokens)
+        tokens.add_metric((number, "generated"), stats.generated_tokens)
+    yield from (running, waiting, inflight, kv_tokens, preemptions, submitted, finished, tokens)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
+    """A gauge per replica."""
+    return GaugeMetricFamily(f"twinplane_{name}", help_text, labels=("replica", *labels))
+
+
+def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
+    """A counter per replica."""
+    return CounterMetricFamily(f"twinplane_{name}", help_text, labels=("replica", *labels))
+
+
+def _histogram(
+    name: str, help_text: str, histograms: Mapping[tuple[str, ...], Histogram], *labels: str
+) -> Metric:
+    """Histograms by the values of their labels, which are `labels`."""
+    family = HistogramMetricFamily(f"twinplane_{name}", help_text, labels=labels)
+    for values, histogram in histograms.items():
+        family.add_metric(values, buckets=histogram.cumulative(), sum_value=histogram.total)
+    return family

@@ -15,6 +15,7 @@ from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 from control_plane.core.plan import (
     AddedSequence,
     GrammarMasks,
+    Message,
     OutputKind,
     Row,
     RowFault,
@@ -26,14 +27,12 @@ from control_plane.core.plan import (
 )
 from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
-from control_plane.shell.ports import MemoryPool, WorkerInfo
+from control_plane.shell.ports import Attachment, MemoryPool, WorkerInfo
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
-_DATA_TYPE_PREFIX = "DATA_TYPE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
-_FEATURE_PREFIX = "FEATURE_"
 _ROW_FAULT_KIND_PREFIX = "ROW_FAULT_KIND_"
 
 
@@ -89,18 +88,45 @@ def result_from_pb(result: step_pb2.StepResult) -> StepResult:
     )
 
 
+def message_to_pb(message: Message) -> model_runner_pb2.ExecuteRequest:
+    """A message of the pipeline."""
+    match message:
+        case StepPlan():
+            plan = plan_to_pb(message)
+            return model_runner_pb2.ExecuteRequest(
+                forward=model_runner_pb2.ForwardRequest(plan=plan)
+            )
+        case SamplePlan():
+            return model_runner_pb2.ExecuteRequest(sample=sample_to_pb(message))
+        case _:
+            assert_never(message)
+
+
+def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
+    """What a message of the pipeline was answered with; the core checks that it fits."""
+    if response.HasField("sample"):
+        return result_from_pb(response.sample.result)
+    return result_from_pb(response.forward.result)
+
+
+def attachment_from_pb(
+    attached: model_runner_pb2.AttachResponse, pool: info_pb2.MemoryPool
+) -> Attachment:
+    """What a claim has brought."""
+    info = info_from_pb(attached.worker_info)
+    return Attachment(info, pool_from_pb(pool), attached.previous_epoch)
+
+
 def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
     """What the control plane uses of a worker's capability."""
-    model, limits = info.model, info.limits
+    model, limits, ranks = info.model, info.limits, info.ranks
     kind = _short(info_pb2.DeviceKind, info.device.kind, _DEVICE_KIND_PREFIX)
     return WorkerInfo(
         worker_id=info.worker_id,
         incarnation_id=info.incarnation_id,
         epoch=info.epoch,
         model_name=model.name,
-        architecture=model.architecture,
         vocabulary_size=model.vocabulary_size,
-        data_type=_short(info_pb2.DataType, model.data_type, _DATA_TYPE_PREFIX),
         weight_version=WeightVersion(
             generation=info.weight_version.generation, digest=info.weight_version.digest
         ),
@@ -109,22 +135,14 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
         max_sequence_token_count=limits.max_sequence_token_count,
         max_prompt_token_count=limits.max_prompt_token_count,
         max_inflight_step_count=limits.max_inflight_step_count,
-        features=frozenset(
-            _short(info_pb2.Feature, feature, _FEATURE_PREFIX) for feature in info.features
-        ),
+        rank_count=max(ranks.tensor_size, 1) * max(ranks.pipeline_size, 1),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
-        executor=info.executor,
-        attention_backend=info.attention_backend,
     )
 
 
 def pool_from_pb(pool: info_pb2.MemoryPool) -> MemoryPool:
     """What the control plane uses of a worker's KV pool."""
-    return MemoryPool(
-        block_count=pool.block_count,
-        block_size=pool.block_token_count,
-        bytes_per_block=pool.bytes_per_block,
-    )
+    return MemoryPool(block_count=pool.block_count, block_size=pool.block_token_count)
 
 
 def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:

@@ -15,6 +15,7 @@ import grpc
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
+from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
     ChatPrompt,
     GenerateCall,
@@ -30,9 +31,7 @@ from control_plane.rpc.validation import (
 )
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
-from control_plane.shell.stream import TokenStream
-from control_plane.shell.turns import Turns
-from control_plane.text.assembler import TextAssembler
+from control_plane.shell.stream import Delta, TokenStream
 from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
@@ -82,12 +81,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         core_request = self._core_request(
             call, RequestId(request_id), token_ids, max_tokens, arrival
         )
-        assembler = self._text.assembler(call.stop.strings)
-        stream = TokenStream(self._turns)
-        self._engine.submit(core_request, stream, assembler if call.stop.strings else None)
+        stream = TokenStream(self._text.assembler(call.stop.strings), self._turns)
+        self._engine.submit(core_request, stream)
         try:
             await context.write(_started(core_request, model))
-            await self._send(context, stream, assembler, scanned=bool(call.stop.strings))
+            await _send(context, stream)
         finally:
             if not stream.ended:
                 self._engine.finish(core_request.request_id, FinishReason.CANCELLED)
@@ -168,32 +166,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             cache_salt=call.cache_salt,
         )
 
-    async def _send(
-        self,
-        context: GenerateContext,
-        stream: TokenStream,
-        assembler: TextAssembler,
-        *,
-        scanned: bool,
-    ) -> None:
-        """Sends what the stream brings, whole each time, until the end. `scanned`: the engine has
-        pushed its tokens through the assembler already, to find stop strings.
-        """
-        while True:
-            token_ids, finish = await stream.take()
-            if not scanned:
-                assembler.push(token_ids)
-            if finish is not None:
-                assembler.finish()
-            text = assembler.drain()
-            if token_ids or text:
-                delta = inference_pb2.GenerationDelta(text=text, token_ids=token_ids)
-                await context.write(inference_pb2.GenerateResponse(delta=delta))
-            if finish is not None:
-                finished = _finished(finish, assembler.stop_string)
-                await context.write(inference_pb2.GenerateResponse(finished=finished))
-                return
-
     async def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:
         version = model.weight_version
         return inference_pb2.ServedModel(
@@ -205,6 +177,24 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 generation=version.generation, digest=version.digest
             ),
         )
+
+
+async def _send(context: GenerateContext, stream: TokenStream) -> None:
+    """Sends what the stream brings, whole each time, until the end."""
+    while True:
+        delta = await stream.take()
+        if delta.tokens.ids or delta.text:
+            await context.write(_delta(delta))
+        if delta.finish is not None:
+            finished = _finished(delta.finish, delta.stop_string)
+            await context.write(inference_pb2.GenerateResponse(finished=finished))
+            return
+
+
+def _delta(delta: Delta) -> inference_pb2.GenerateResponse:
+    return inference_pb2.GenerateResponse(
+        delta=inference_pb2.GenerationDelta(text=delta.text, token_ids=delta.tokens.ids)
+    )
 
 
 def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResponse:

@@ -12,12 +12,11 @@ from typing import Any
 
 import grpc
 
-from control_plane.core.plan import StepPlan, StepResult
+from control_plane.core.plan import Message, StepResult
 from control_plane.rpc import convert
 from control_plane.shell.ports import (
-    MemoryPool,
+    Attachment,
     RefusalReason,
-    WorkerInfo,
     WorkerLost,
     WorkerRefused,
 )
@@ -49,7 +48,7 @@ _Execute = grpc.aio.StreamStreamCall[
 class GrpcWorker:
     """One worker behind `address`: host:port, or unix:PATH.
 
-    `attach_timeout` seconds bound each unary call of a claim. Used by one driver at a time.
+    `attach_timeout` seconds bound each unary call of a claim. Used by one replica at a time.
     """
 
     def __init__(self, address: str, *, controller_id: str, attach_timeout: float = 10.0) -> None:
@@ -60,7 +59,7 @@ class GrpcWorker:
         self._channel: grpc.aio.Channel | None = None
         self._execute: _Execute | None = None
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
 
         Raises WorkerLost, or WorkerRefused, e.g. with STALE_EPOCH.
@@ -93,16 +92,13 @@ class GrpcWorker:
             raise _translate(read(error)) from error
         self._last_epoch = epoch
         self._execute = stub.Execute()
-        return convert.info_from_pb(attached.worker_info), convert.pool_from_pb(pool.memory_pool)
+        return convert.attachment_from_pb(attached, pool.memory_pool)
 
-    async def send(self, plan: StepPlan) -> None:
-        """Writes a plan to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
+    async def send(self, message: Message) -> None:
+        """Writes a message to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
         call = self._pipeline()
-        request = model_runner_pb2.ExecuteRequest(
-            forward=model_runner_pb2.ForwardRequest(plan=convert.plan_to_pb(plan))
-        )
         try:
-            await call.write(request)
+            await call.write(convert.message_to_pb(message))
         except asyncio.InvalidStateError as error:  # the call has ended; its status says why
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:
@@ -119,9 +115,7 @@ class GrpcWorker:
             raise _translate(read(error)) from error
         if not isinstance(response, model_runner_pb2.ExecuteResponse):  # the end of the stream
             raise await _ended(call)
-        if response.WhichOneof("message") != "forward":
-            raise WorkerLost("the pipeline answered a plan with something else")
-        return convert.result_from_pb(response.forward.result)
+        return convert.answer_from_pb(response)
 
     async def detach(self) -> None:
         """Closes the pipeline and the connection. Idempotent; never raises."""

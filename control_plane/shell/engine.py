@@ -1,8 +1,7 @@
 """What the client edge needs of the engine behind it, as a protocol, and how the engine refuses.
 
-DuplicateRequest     a request of this id is not finished
-
 EngineError
+├── DuplicateRequest     the id is running already
 ├── EngineDraining       the server accepts nothing more
 ├── EngineLost           the worker is gone and the request could not go on
 └── VocabularyMismatch   the tokenizer and the worker's model do not belong together
@@ -13,18 +12,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from control_plane.core.events import Finish, FinishReason
+from control_plane.core.events import FinishReason
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId, StopScanner
+from control_plane.core.request import Request, RequestId
 from control_plane.shell.stream import TokenStream
-
-
-class DuplicateRequest(Exception):
-    """A request of this id is not finished."""
 
 
 class EngineError(Exception):
     """Base of what the engine refuses for reasons of its own."""
+
+
+class DuplicateRequest(EngineError):
+    """A request of this id is not finished."""
 
 
 class EngineDraining(EngineError):
@@ -58,15 +57,13 @@ class Engine(Protocol):
         """What is served; None while no worker is attached."""
         ...
 
-    def submit(
-        self, request: Request, stream: TokenStream, scanner: StopScanner | None = None
-    ) -> None:
-        """Queues a request whose tokens go to `stream`, up to the first stop string, if any.
+    def submit(self, request: Request, stream: TokenStream) -> None:
+        """Queues a request whose tokens go to `stream`.
 
-        Raises QueueFull, DuplicateRequest, RequestTooLong or EngineError; then nothing is held.
+        Raises QueueFull, RequestTooLong or an EngineError; then nothing is held.
         """
         ...
 
-    def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
-        """Ends a request and frees what it holds at once; None if it is not running."""
+    def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
+        """Ends a request and frees what it holds at once; False if it is not running."""
         ...

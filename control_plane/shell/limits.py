@@ -27,8 +27,12 @@ def scheduler_config(
 ) -> SchedulerConfig:
     """The core's limits with this worker. A sequence must fit the pool when it runs alone.
 
-    Raises WorkerUnusable when nothing could run.
+    Raises WorkerUnusable when nothing could run, or when the worker computes only a part of a step.
     """
+    if info.rank_count != 1:
+        raise WorkerUnusable(
+            f"the worker is one of {info.rank_count} ranks, which must execute each plan together"
+        )
     try:
         return _smallest_limits(settings, info, pool)
     except ValueError as error:

@@ -1,35 +1,37 @@
-"""What the driver needs of the world, as protocols: a worker and a clock."""
+"""What the shell needs of the world, as protocols: workers, a clock, and whoever counts."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from control_plane.core.plan import StepPlan, StepResult, WeightVersion
+from control_plane.core.events import Stats
+from control_plane.core.plan import Message, StepResult, WeightVersion
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """What the control plane uses of a worker's capability."""
+    """What the control plane uses of a worker's capability, all of it.
+
+    `rank_count`: how many workers execute a plan together with this one, itself included. `device`
+    is for people.
+    """
 
     worker_id: str
     incarnation_id: str
     epoch: int
     model_name: str
-    architecture: str
     vocabulary_size: int
-    data_type: str
     weight_version: WeightVersion
     max_sequence_count: int
     max_step_token_count: int
     max_sequence_token_count: int
     max_prompt_token_count: int
     max_inflight_step_count: int
-    features: frozenset[str]
+    rank_count: int
     device: str
-    executor: str
-    attention_backend: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,29 @@ class MemoryPool:
 
     block_count: int
     block_size: int
-    bytes_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """What a claim has brought. `previous_epoch` is that of the claim before it, 0 for none."""
+
+    info: WorkerInfo
+    pool: MemoryPool
+    previous_epoch: int
+
+    def has_kv_of(self, earlier: Attachment) -> bool:
+        """Whether the worker's KV is still what the claim `earlier` has made of it.
+
+        True for the same life of the worker with the same weights and the same pool, when nobody
+        has claimed it in between.
+        """
+        info, before = self.info, earlier.info
+        return (
+            self.previous_epoch == before.epoch
+            and info.incarnation_id == before.incarnation_id
+            and info.weight_version == before.weight_version
+            and self.pool == earlier.pool
+        )
 
 
 class WorkerLost(Exception):
@@ -86,18 +110,18 @@ class WorkerUnusable(Exception):
 
 
 class Worker(Protocol):
-    """One worker, claimed by one driver. Every method raises WorkerLost or WorkerRefused."""
+    """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused."""
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above its current, and opens the pipeline."""
         ...
 
-    async def send(self, plan: StepPlan) -> None:
-        """Puts a plan into the pipeline; waits only when the transport is full."""
+    async def send(self, message: Message) -> None:
+        """Puts a message into the pipeline; waits only when the transport is full."""
         ...
 
     async def receive(self) -> StepResult:
-        """The next result, in the order the plans were sent."""
+        """The result of the next message, in the order they were sent."""
         ...
 
     async def detach(self) -> None:
@@ -109,3 +133,40 @@ class Clock(Protocol):
     """Monotonic seconds."""
 
     def __call__(self) -> float: ...
+
+
+class ReplicaMetrics(Protocol):
+    """What a replica reports. Every method only counts, and never raises."""
+
+    def worker_attached(
+        self, *, worker_id: str, model: str, device: str, resumed: bool, kv_kept: bool
+    ) -> None:
+        """A worker was claimed.
+
+        `resumed`: work goes on from an earlier claim; `kv_kept`: with the KV of that claim.
+        """
+        ...
+
+    def worker_lost(self) -> None:
+        """The claim is over."""
+        ...
+
+    def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
+        """A step is over: how long the worker executed it, and the control plane worked on it."""
+        ...
+
+
+class Metrics(Protocol):
+    """What the shell reports. Every method only counts, and never raises."""
+
+    def replica(self, number: int, stats: Callable[[], Stats | None]) -> ReplicaMetrics:
+        """Where replica `number` reports to; `stats` is asked whenever somebody looks."""
+        ...
+
+    def first_token(self, seconds: float) -> None:
+        """A request got its first token `seconds` after it arrived."""
+        ...
+
+    def token_gap(self, seconds: float, count: int) -> None:
+        """`count` tokens came `seconds` after the token before them."""
+        ...

@@ -1,6 +1,6 @@
-"""One request's way from the driver to its client.
+"""One sequence's way from its replica to its client.
 
-Both ends live on one event loop. The driver pushes and never waits; the client takes everything
+Both ends live on one event loop. The fleet pushes and never waits; the client takes everything
 that has gathered when its turn comes, so under load messages grow instead of queues, and no timer
 is needed. What gathers is bounded by the request's own token limit.
 """
@@ -8,20 +8,88 @@ is needed. What gathers is bounded by the request's own token limit.
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
+from typing import Protocol
 
 from control_plane.core.events import Finish
-from control_plane.shell.turns import Turns
+from control_plane.core.request import StopScanner
+from control_plane.core.tokens import Tokens
+
+_RECENT_CHUNKS = 64
+"""Chunks that gather before they are joined, so that an unread token costs no object of its own."""
+
+
+class TextSink(Protocol):
+    """One sequence's text: tokens go in, text comes out. control_plane.text has one."""
+
+    @property
+    def searches(self) -> bool:
+        """Whether it looks for stop strings: then the core shows it all tokens as they arrive."""
+        ...
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the text."""
+        ...
+
+    def push(self, token_ids: list[int]) -> int | None:
+        """Adds tokens. Returns how many of them count, as core.request.StopScanner says."""
+        ...
+
+    def finish(self) -> None:
+        """No token follows: what was held back belongs to the text."""
+        ...
+
+    def drain(self) -> str:
+        """The text since the last drain."""
+        ...
+
+
+class Gate(Protocol):
+    """Decides which of many streams may send next."""
+
+    def ask(self, turn: asyncio.Future[None]) -> None:
+        """Resolves `turn` when it is its turn."""
+        ...
+
+
+class OpenGate:
+    """A gate that makes nobody wait."""
+
+    def ask(self, turn: asyncio.Future[None]) -> None:
+        """Resolves `turn` in the loop's next tick."""
+        turn.get_loop().call_soon(_resolve, turn)
+
+
+@dataclass(slots=True)
+class Delta:
+    """What a client gets at once: the end too, if this was it.
+
+    `stop_string` is set with the end that a stop string has brought. A value, and not frozen only
+    for what that costs: every row of every step may make one.
+    """
+
+    text: str
+    tokens: Tokens
+    finish: Finish | None = None
+    stop_string: str | None = None
 
 
 class TokenStream:
-    """Gathers one request's tokens until its client takes them.
+    """Gathers one sequence's tokens until its client takes them, and turns them into text.
 
-    `turns` are those of all streams that share a loop; without, it waits for no other.
+    A sink that searches gets its tokens from the core, before the next step is planned; any other
+    gets them when the client takes them. Without a sink there is no text. `gate` is shared by all
+    streams of a loop; without one, a stream waits for no other.
     """
 
-    def __init__(self, turns: Turns | None = None) -> None:
-        self._turns = turns or Turns()
-        self._tokens: list[int] = []
+    def __init__(self, sink: TextSink | None = None, gate: Gate | None = None) -> None:
+        self._sink = sink
+        self._gate = gate or OpenGate()
+        self.scanner: StopScanner | None = sink if sink is not None and sink.searches else None
+        """What the core must show this sequence's tokens to."""
+        self._older: list[Tokens] = []
+        self._recent: list[Tokens] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self._turn: asyncio.Future[None] | None = None
@@ -29,19 +97,22 @@ class TokenStream:
 
     @property
     def ended(self) -> bool:
-        """Whether the driver is done with the request. What gathered may not be taken yet."""
+        """Whether the engine is done with the sequence. What gathered may not be taken yet."""
         return self._finish is not None or self._error is not None
 
-    def push(self, token_ids: list[int], finish: Finish | None) -> None:
+    def push(self, tokens: Tokens, finish: Finish | None) -> None:
         """Adds tokens, and the end if this is it."""
-        assert not self.ended, "pushed after the end"
-        self._tokens.extend(token_ids)
+        assert self._finish is None and self._error is None, "pushed after the end"
+        if tokens.ids:
+            self._recent.append(tokens)
+            if len(self._recent) == _RECENT_CHUNKS:
+                self._older.append(Tokens.joined(self._recent))
+                self._recent.clear()
         self._finish = finish
-        if token_ids or finish is not None:
-            self._wake()
+        self._wake()
 
     def fail(self, error: Exception) -> None:
-        """Ends the request with an error, which `take` raises once the tokens before it are taken.
+        """Ends the sequence with an error, which `take` raises once the tokens before it are taken.
 
         Does nothing after an end.
         """
@@ -49,26 +120,49 @@ class TokenStream:
             self._error = error
             self._wake()
 
-    async def take(self) -> tuple[list[int], Finish | None]:
+    async def take(self) -> Delta:
         """All that is ready once something is and it is this stream's turn.
 
-        For one client at a time. After a finish there is nothing more.
+        For one client at a time. After a finish there is nothing more. Raises what `fail` was
+        given.
         """
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if self._tokens or self.ended:
-            self._turns.ask(turn)
+        if self._recent or self._older or self.ended:
+            self._gate.ask(turn)
         else:
             self._turn = turn
         try:
             await turn
         finally:
             self._turn = None
-        tokens, self._tokens = self._tokens, []
-        if self._error is not None and not tokens:
+        tokens = self._gathered()
+        if self._error is not None and not tokens.ids:
             raise self._error
-        return tokens, self._finish
+        sink, finish = self._sink, self._finish
+        if sink is None:
+            return Delta("", tokens, finish)
+        if self.scanner is None and tokens.ids:
+            sink.push(tokens.ids)
+        if finish is None:
+            return Delta(sink.drain(), tokens)
+        sink.finish()
+        return Delta(sink.drain(), tokens, finish, sink.stop_string)
+
+    def _gathered(self) -> Tokens:
+        """All tokens since the last time."""
+        if len(self._recent) == 1 and not self._older:
+            return self._recent.pop()
+        tokens = Tokens.joined([*self._older, *self._recent])
+        self._older.clear()
+        self._recent.clear()
+        return tokens
 
     def _wake(self) -> None:
         if self._turn is not None:
-            self._turns.ask(self._turn)
+            self._gate.ask(self._turn)
             self._turn = None
+
+
+def _resolve(turn: asyncio.Future[None]) -> None:
+    if not turn.done():
+        turn.set_result(None)

@@ -19,6 +19,11 @@ class TextAssembler:
         self._text: list[str] = []
 
     @property
+    def searches(self) -> bool:
+        """Whether it looks for stop strings."""
+        return self._matcher is not None
+
+    @property
     def stop_string(self) -> str | None:
         """The stop string that ended the text."""
         return None if self._matcher is None else self._matcher.matched

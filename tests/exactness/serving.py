@@ -1,7 +1,7 @@
 """Serves cases in process, in one configuration at a time, and keeps the bits of every logits row.
 
-The real driver, contract messages, facade and model runner, which shows its logits to an observer.
-A sequence's seed and a token's position say whose they are.
+The real fleet, contract messages, facade and model runner, which shows its logits to an observer. A
+sequence's seed and a token's position say whose they are.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from bench.inprocess import InProcessWorker
 from control_plane.core.events import FinishReason
 from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.observability.metrics import Telemetry
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.ports import MemoryPool, WorkerInfo
+from control_plane.shell.ports import Attachment
+from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.exactness.cases import BLOCK_SIZE, Case
 from tests.exactness.matrix import CANONICAL, WHOLE, Configuration
@@ -163,26 +164,26 @@ class Service:
         if configuration.shuffled:
             random.Random(token_count).shuffle(cases)
         ready = asyncio.Event()
-        driver = Driver(
-            _Worker(self._facade, configuration.block_count),
+        fleet = Fleet(
+            [_Worker(self._facade, configuration.block_count)],
             _settings(configuration),
             clock=time.monotonic,
-            rng=random.Random(0),
-            telemetry=Telemetry("test"),
+            jitter=random.Random(0).random,
+            metrics=Telemetry("test"),
             on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
         )
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(driver.run())
+            running = group.create_task(fleet.run())
             await ready.wait()
             known: dict[int, tuple[int, ...]] = {case.number: () for case in cases}
-            await _generate(driver, cases, known, token_count)
+            await _generate(fleet, cases, known, token_count)
             if configuration.cached:
                 outcome.tokens = dict(known)
                 known = {number: tokens[: token_count // 2] for number, tokens in known.items()}
-                await _generate(driver, cases, known, token_count)
+                await _generate(fleet, cases, known, token_count)
                 assert known == outcome.tokens, "served again, other tokens came"
             outcome.tokens = known
-            stats = driver.stats()
+            stats = fleet.replicas[0].stats()
             assert stats is not None
             outcome.preemptions = stats.preemptions
             outcome.cached_prompt_tokens = stats.cached_prompt_tokens
@@ -224,15 +225,16 @@ class _Worker(InProcessWorker):
         super().__init__(facade)
         self._block_count = block_count
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
-        info, pool = await super().attach(epoch)
-        if self._block_count is not None:
-            pool = replace(pool, block_count=self._block_count)
-        return info, pool
+    async def attach(self, epoch: int | None = None) -> Attachment:
+        attachment = await super().attach(epoch)
+        if self._block_count is None:
+            return attachment
+        pool = replace(attachment.pool, block_count=self._block_count)
+        return replace(attachment, pool=pool)
 
 
 async def _generate(
-    driver: Driver, cases: list[Case], known: dict[int, tuple[int, ...]], token_count: int
+    fleet: Fleet, cases: list[Case], known: dict[int, tuple[int, ...]], token_count: int
 ) -> None:
     """Submits all at once, in order, and completes `known` to `token_count` tokens each."""
     async with asyncio.TaskGroup() as group:
@@ -246,7 +248,7 @@ async def _generate(
                 stop=StopConditions(max_tokens=token_count - len(before)),
                 arrival=float(index),
             )
-            driver.submit(request, stream)
+            fleet.submit(request, stream)
             group.create_task(_complete(stream, case.number, known))
 
 
@@ -254,13 +256,14 @@ async def _complete(stream: TokenStream, number: int, known: dict[int, tuple[int
     finish = None
     async with asyncio.timeout(_PATIENCE_SECONDS):
         while finish is None:
-            tokens, finish = await stream.take()
-            known[number] += tuple(tokens)
+            delta = await stream.take()
+            known[number] += tuple(delta.tokens.ids)
+            finish = delta.finish
     assert finish.reason is FinishReason.LENGTH, finish
 
 
-def _settings(configuration: Configuration) -> DriverSettings:
-    return DriverSettings(
+def _settings(configuration: Configuration) -> ReplicaSettings:
+    return ReplicaSettings(
         scheduling=SchedulingSettings(
             max_sequence_count=configuration.streams,
             max_step_token_count=configuration.chunk,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import (
+    Attachment,
     MemoryPool,
     RefusalReason,
     WorkerInfo,
@@ -61,7 +62,8 @@ class _Row:
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """The worker's process: survives a lost connection; `restart` is its death and a new life.
+    """The worker's process: survives a lost connection, KV and all; `restart` is its death and a
+    new life.
 
     `digest` stands for its weights: other weights give other tokens only by name.
     """
@@ -88,13 +90,13 @@ class Machine:
         self.rows.clear()
         self.kv.clear()
 
-    def claim(self, epoch: int) -> tuple[WorkerInfo, MemoryPool]:
-        """Attach."""
+    def claim(self, epoch: int) -> Attachment:
+        """Attach. The KV stays as it is."""
         if epoch <= self.epoch:
             raise WorkerRefused(
                 RefusalReason.STALE_EPOCH, f"epoch {epoch} is not above {self.epoch}"
             )
-        self.epoch = epoch
+        previous_epoch, self.epoch = self.epoch, epoch
         self.last_step = 0
         self.rows.clear()
         info = WorkerInfo(
@@ -102,21 +104,17 @@ class Machine:
             incarnation_id=str(self.incarnation),
             epoch=epoch,
             model_name="fake",
-            architecture="Fake",
             vocabulary_size=self.vocabulary_size,
-            data_type="float32",
             weight_version=WeightVersion(1, self.digest),
             max_sequence_count=self.max_sequence_count,
             max_step_token_count=self.max_step_token_count,
             max_sequence_token_count=self.max_sequence_token_count,
             max_prompt_token_count=self.max_sequence_token_count,
             max_inflight_step_count=4,
-            features=frozenset(),
+            rank_count=1,
             device="simulated:0",
-            executor="none",
-            attention_backend="none",
         )
-        return info, MemoryPool(self.block_count, self.block_size, 1)
+        return Attachment(info, MemoryPool(self.block_count, self.block_size), previous_epoch)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Forward with inline sampling."""
@@ -212,7 +210,7 @@ class FakeWorker:
     """The Worker port over a Machine, with a connection that can break.
 
     `step_seconds` gives each step's time. `break_connection` loses everything in flight: results
-    that have not been received never will be. Executed plans stay executed.
+    that have not been received never will be. Plans that were executed stay executed.
     """
 
     def __init__(self, machine: Machine, step_seconds: Callable[[], float] = no_delay) -> None:
@@ -222,15 +220,15 @@ class FakeWorker:
         self.attach_count = 0
         self._last_epoch = 0
         self._connected = False
-        self._ready_at = 0.0
         self._plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
+        self._running: StepPlan | None = None
 
     @property
     def connected(self) -> bool:
         """Whether a claim's pipeline is open."""
         return self._connected
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         await asyncio.sleep(0)
         if not self.reachable:
             raise WorkerLost("unreachable")
@@ -241,6 +239,7 @@ class FakeWorker:
         self._last_epoch = epoch
         self._connected = True
         self._plans = asyncio.Queue()
+        self._running = None
         return answer
 
     async def send(self, plan: StepPlan) -> None:
@@ -255,9 +254,11 @@ class FakeWorker:
         plan = await self._plans.get()
         if plan is None:
             raise WorkerLost("connection broken")
+        self._running = plan
         delay = self.step_seconds()
         if delay:
             await asyncio.sleep(delay)
+        self._running = None
         if not self._connected:
             raise WorkerLost("connection broken")
         try:
@@ -269,7 +270,17 @@ class FakeWorker:
     async def detach(self) -> None:
         self._connected = False
 
-    def break_connection(self) -> None:
-        """The connection is gone; a receive that waits is woken."""
+    def break_connection(self, executed_count: int = 0) -> None:
+        """The connection is gone; a receive that waits is woken.
+
+        Up to `executed_count` of the plans that have arrived are executed before; nobody will ever
+        know.
+        """
+        arrived = [] if self._running is None else [self._running]
+        while not self._plans.empty():
+            arrived.append(self._plans.get_nowait())
+        for plan in arrived[:executed_count]:
+            if self._connected and plan is not None and plan.epoch == self.machine.epoch:
+                self.machine.execute(plan)
         self._connected = False
         self._plans.put_nowait(None)

@@ -1,4 +1,4 @@
-"""A driver, a fake worker and clients, all in virtual time."""
+"""A fleet, fake workers and clients, all in virtual time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from control_plane.core.events import Finish
-from control_plane.core.request import (
-    Request,
-    RequestId,
-    SamplingParams,
-    StopConditions,
-    StopScanner,
-)
+from control_plane.core.claim import ClaimPolicy
+from control_plane.core.events import Finish, Stats
+from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
+from control_plane.core.scheduler import Scheduler
 from control_plane.observability.metrics import Telemetry
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.stream import TokenStream
+from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.stream import TextSink, TokenStream
 from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.virtual_time import VirtualLoop
 
@@ -46,14 +43,14 @@ async def read(stream: TokenStream, answer: Answer) -> None:
     """Takes from a stream until its end."""
     while True:
         try:
-            tokens, finish = await stream.take()
+            delta = await stream.take()
         except Exception as error:
             answer.error = error
             answer.end_count += 1
             return
-        answer.tokens += tokens
-        if finish is not None:
-            answer.finish = finish
+        answer.tokens += delta.tokens.ids
+        if delta.finish is not None:
+            answer.finish = delta.finish
             answer.end_count += 1
             return
 
@@ -74,35 +71,58 @@ def request(
     )
 
 
+class StopAt:
+    """A text sink that finds its stop string after so many tokens, and has no text."""
+
+    searches = True
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+
+    @property
+    def stop_string(self) -> str | None:
+        return "stop" if self._left <= 0 else None
+
+    def push(self, token_ids: list[int]) -> int | None:
+        self._left -= len(token_ids)
+        return len(token_ids) + self._left if self._left <= 0 else None
+
+    def finish(self) -> None:
+        """Nothing is held back."""
+
+    def drain(self) -> str:
+        return ""
+
+
 class Rig:
-    """One driver under test. `readiness` lists every change it reported."""
+    """One fleet under test. `readiness` lists every change it reported."""
 
     def __init__(
-        self, loop: VirtualLoop, worker: FakeWorker, settings: DriverSettings, seed: int
+        self, loop: VirtualLoop, workers: Sequence[FakeWorker], chosen: ReplicaSettings, seed: int
     ) -> None:
         self.loop = loop
-        self.worker = worker
+        self.workers = workers
         self.readiness: list[bool] = []
         self.telemetry = Telemetry("0")
-        self.driver = Driver(
-            worker,
-            settings,
+        self.fleet = Fleet(
+            workers,
+            chosen,
             clock=loop.time,
-            rng=random.Random(seed),
-            telemetry=self.telemetry,
+            jitter=random.Random(seed).random,
+            metrics=self.telemetry,
             on_readiness=self.readiness.append,
         )
         self.group = asyncio.TaskGroup()
 
     async def attached(self) -> None:
-        """Waits until the driver is ready."""
-        await until(lambda: self.driver.ready)
+        """Waits until every replica is."""
+        await until(lambda: all(replica.attached for replica in self.fleet.replicas))
 
-    def submit(self, asked: Request, scanner: StopScanner | None = None) -> Answer:
+    def submit(self, asked: Request, sink: TextSink | None = None) -> Answer:
         """Submits a request and reads its stream in a task of its own."""
         answer = Answer()
-        stream = TokenStream()
-        self.driver.submit(asked, stream, scanner)
+        stream = TokenStream(sink)
+        self.fleet.submit(asked, stream)
         self.group.create_task(read(stream, answer))
         return answer
 
@@ -110,27 +130,40 @@ class Rig:
         """Waits until each of them has ended."""
         await until(lambda: all(answer.end_count for answer in answers))
 
+    def stats(self, number: int = 0) -> Stats:
+        """A replica's counts."""
+        stats = self.fleet.replicas[number].stats()
+        assert stats is not None
+        return stats
 
-def settings(*, synchronous: bool = False, **changes: float) -> DriverSettings:
-    """Settings that audit the core whenever it is idle."""
-    return DriverSettings(
+    def core(self, number: int = 0) -> Scheduler:
+        """A replica's core, for audits."""
+        core = self.fleet.replicas[number]._core
+        assert core is not None
+        return core
+
+
+def settings(*, synchronous: bool = False, **changes: float) -> ReplicaSettings:
+    """Settings that audit the core whenever it is idle; `changes` are ClaimPolicy's."""
+    return ReplicaSettings(
         scheduling=SchedulingSettings(async_scheduling=not synchronous),
+        claim=ClaimPolicy(**changes),  # type: ignore[arg-type]
         check_invariants=True,
-        **changes,  # type: ignore[arg-type]
     )
 
 
 @asynccontextmanager
 async def running(
     loop: VirtualLoop,
-    worker: FakeWorker,
-    chosen: DriverSettings | None = None,
+    worker: FakeWorker | Sequence[FakeWorker],
+    chosen: ReplicaSettings | None = None,
     seed: int = 0,
 ) -> AsyncIterator[Rig]:
-    """A rig whose driver runs for the time of the block, attached at its start."""
-    rig = Rig(loop, worker, chosen or settings(), seed)
+    """A rig whose fleet runs for the time of the block, attached at its start."""
+    workers = [worker] if isinstance(worker, FakeWorker) else worker
+    rig = Rig(loop, workers, chosen or settings(), seed)
     async with rig.group:
-        task = rig.group.create_task(rig.driver.run())
+        task = rig.group.create_task(rig.fleet.run())
         await rig.attached()
         try:
             yield rig

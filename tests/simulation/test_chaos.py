@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 import pytest
 
 from control_plane.core import invariants
+from control_plane.core.claim import ClaimPolicy
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import Request
-from control_plane.shell.driver import DriverSettings
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import WorkerLost
+from control_plane.shell.replica import ReplicaSettings
 from tests.simulation.fake_worker import VOCABULARY, FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Answer, Rig, request, running
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -40,13 +41,13 @@ class FlakyWorker(FakeWorker):
 
     async def send(self, plan: StepPlan) -> None:
         if self._strikes():
-            self.break_connection()
+            self.break_connection(self._rng.randrange(3))
         await super().send(plan)
 
     async def receive(self) -> StepResult:
         result = await super().receive()
         if self._strikes():
-            self.break_connection()
+            self.break_connection(self._rng.randrange(3))
             raise WorkerLost("after the step was executed")
         return result
 
@@ -88,7 +89,7 @@ async def strike(rig: Rig, worker: FlakyWorker, rng: random.Random) -> None:
         await asyncio.sleep(rng.expovariate(1.0))
         match rng.randrange(5):
             case 0:
-                worker.break_connection()
+                worker.break_connection(rng.randrange(3))
             case 1:
                 machine.restart()
                 worker.break_connection()
@@ -100,7 +101,7 @@ async def strike(rig: Rig, worker: FlakyWorker, rng: random.Random) -> None:
             case 3:
                 machine.claim(machine.epoch + rng.randrange(1, 4))
             case _:
-                assert rig.driver.stats() is not None
+                assert rig.stats().inflight <= 2
 
 
 async def ask(rig: Rig, rng: random.Random, run: Run, longest: int) -> None:
@@ -116,7 +117,7 @@ async def ask(rig: Rig, rng: random.Random, run: Run, longest: int) -> None:
 
 async def leave(rig: Rig, asked: Request, after: float) -> None:
     await asyncio.sleep(after)
-    rig.driver.finish(asked.request_id, FinishReason.CANCELLED)
+    rig.fleet.finish(asked.request_id, FinishReason.CANCELLED)
 
 
 async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = None) -> Run:
@@ -132,15 +133,17 @@ async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = N
         block_size=block_size,
     )
     drawn_synchronous = rng.random() < 0.3
-    settings = DriverSettings(
+    settings = ReplicaSettings(
         scheduling=SchedulingSettings(
             async_scheduling=not (drawn_synchronous if synchronous is None else synchronous),
             enable_prefix_caching=rng.random() < 0.8,
         ),
-        loss_patience=1e9,
-        contention_delay=1.0,
-        longest_contention_delay=5.0,
-        max_fruitless_claims=1_000_000,
+        claim=ClaimPolicy(
+            loss_patience=1e9,
+            contention_delay=1.0,
+            longest_contention_delay=5.0,
+            max_failed_claims=1_000_000,
+        ),
         check_invariants=True,
     )
     worker = FlakyWorker(machine, random.Random(seed + 1), rng.choice((0.0, 0.01, 0.05)))
@@ -155,9 +158,7 @@ async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = N
         await rig.settled(*run.answers.values())
         await asyncio.sleep(20.0)
         check_end(rig, worker)
-        stats = rig.driver.stats()
-        assert stats is not None
-        run.preemptions = stats.preemptions
+        run.preemptions = rig.stats().preemptions
     run.attach_count = worker.attach_count
     run.ended_at = loop.time()
     return run
@@ -165,14 +166,13 @@ async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = N
 
 def check_end(rig: Rig, worker: FlakyWorker) -> None:
     """Nothing runs, nothing is held, nothing was miscounted."""
-    core = rig.driver._core
-    assert core is not None
+    core = rig.core()
     invariants.check(core)
     stats = core.stats()
     assert stats.running == stats.waiting == stats.inflight == 0
     assert stats.submitted == sum(stats.finished.values())
     assert stats.finished[FinishReason.FAULT] == 0
-    assert rig.driver.ready
+    assert rig.fleet.ready
     assert not worker.machine.rows, "the worker still holds rows"
 
 

@@ -136,7 +136,7 @@ def test_serves_within_its_memory_and_stops_when_asked(
     text = response.read().decode()
     connection.close()
     assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-    assert re.search(r'^twinplane_tokens_total\{kind="generated"\} 200\.0$', text, re.M)
+    assert re.search(r'^twinplane_tokens_total\{kind="generated",replica="0"\} 200\.0$', text, re.M)
     assert re.search(r'^twinplane_rpcs_total\{code="OK",method=".*Generate"\} 2\.0$', text, re.M)
     assert re.search(r"^twinplane_time_to_first_token_seconds_count 2\.0$", text, re.M)
 

@@ -1,4 +1,4 @@
-"""Driver, contract and simulated worker together: in process, and over real loopback gRPC."""
+"""Fleet, contract and simulated worker together: in process, and over real loopback gRPC."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import pytest
 from bench.inprocess import InProcessWorker
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
+from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
 from tests.support.provoked_runner import ProvokedRunner
@@ -72,31 +73,31 @@ async def server(
 
 
 @asynccontextmanager
-async def driven(worker: Worker, scheduling: SchedulingSettings) -> AsyncIterator[Driver]:
+async def driven(worker: Worker, scheduling: SchedulingSettings) -> AsyncIterator[Fleet]:
     ready = asyncio.Event()
-    driver = Driver(
-        worker,
-        DriverSettings(scheduling=scheduling, check_invariants=True),
+    fleet = Fleet(
+        [worker],
+        ReplicaSettings(scheduling=scheduling, check_invariants=True),
         clock=time.monotonic,
-        rng=random.Random(0),
-        telemetry=Telemetry("test"),
+        jitter=random.Random(0).random,
+        metrics=Telemetry("test"),
         on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
     )
-    task = asyncio.create_task(driver.run())
+    task = asyncio.create_task(fleet.run())
     try:
         await ready.wait()
-        yield driver
+        yield fleet
     finally:
         task.cancel()
         await asyncio.wait([task])
 
 
-async def generate(driver: Driver, names: list[str]) -> dict[str, list[int]]:
+async def generate(fleet: Fleet, names: list[str]) -> dict[str, list[int]]:
     answers: dict[str, Answer] = {}
     async with asyncio.TaskGroup() as group:
         for name in names:
             stream, answers[name] = TokenStream(), Answer()
-            driver.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
+            fleet.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
             group.create_task(read(stream, answers[name]))
     assert all(answer.error is None for answer in answers.values())
     return {name: answer.tokens for name, answer in answers.items()}
@@ -106,9 +107,9 @@ async def alone() -> dict[str, list[int]]:
     """Each request by itself, whole, uncached, one step at a time: what is right."""
     tokens: dict[str, list[int]] = {}
     plain = SchedulingSettings(async_scheduling=False, enable_prefix_caching=False)
-    async with facade() as worker, driven(InProcessWorker(worker), plain) as driver:
+    async with facade() as worker, driven(InProcessWorker(worker), plain) as fleet:
         for name in PROMPTS:
-            tokens |= await generate(driver, [name])
+            tokens |= await generate(fleet, [name])
     return tokens
 
 
@@ -121,10 +122,10 @@ async def test_in_process_tokens_do_not_depend_on_the_schedule(
     scheduling = SchedulingSettings(async_scheduling=async_scheduling, max_step_token_count=budget)
     async with (
         facade(block_count) as worker,
-        driven(InProcessWorker(worker), scheduling) as driver,
+        driven(InProcessWorker(worker), scheduling) as fleet,
     ):
         for _ in range(2):  # cold, then with the prefix cache warm
-            assert await generate(driver, list(PROMPTS)) == await alone()
+            assert await generate(fleet, list(PROMPTS)) == await alone()
 
 
 async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> None:
@@ -148,12 +149,12 @@ async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> 
     names = list(PROMPTS)
     async with (
         facade(latency=SimulatedLatency(step=0.004), provoke=provoke) as worker,
-        driven(InProcessWorker(worker), SchedulingSettings()) as driver,
+        driven(InProcessWorker(worker), SchedulingSettings()) as fleet,
         asyncio.TaskGroup() as group,
     ):
         for name in names:
             stream, answers[name] = TokenStream(), Answer()
-            driver.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
+            fleet.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
             group.create_task(read(stream, answers[name]))
         await until(lambda: all(answer.finish or answer.error for answer in answers.values()))
         assert behind[0], "the next plan was made after the fault was known"
@@ -173,10 +174,10 @@ async def test_over_grpc(transport: str, tmp_path: Path) -> None:
     async with (
         facade() as worker,
         server(worker, uds) as address,
-        driven(GrpcWorker(address, controller_id="test"), SchedulingSettings()) as driver,
+        driven(GrpcWorker(address, controller_id="test"), SchedulingSettings()) as fleet,
     ):
-        assert await generate(driver, list(PROMPTS)) == await alone()
-        stats = driver.stats()
+        assert await generate(fleet, list(PROMPTS)) == await alone()
+        stats = fleet.replicas[0].stats()
         assert stats is not None and stats.submitted == len(PROMPTS)
 
 
@@ -186,25 +187,25 @@ async def test_a_worker_that_dies_and_returns_continues_token_for_token(tmp_path
     worker = GrpcWorker(f"unix:{uds}", controller_id="test", attach_timeout=2.0)
     async with AsyncExitStack() as stack:
         async with facade(latency=SimulatedLatency(step=0.004)) as first, server(first, uds):
-            driver = await stack.enter_async_context(driven(worker, SchedulingSettings()))
-            task = asyncio.create_task(generate(driver, list(PROMPTS)))
-            await _until(lambda: _generated(driver) >= 20)
+            fleet = await stack.enter_async_context(driven(worker, SchedulingSettings()))
+            task = asyncio.create_task(generate(fleet, list(PROMPTS)))
+            await _until(lambda: _generated(fleet) >= 20)
         assert not task.done()
         async with facade() as second, server(second, uds):
             assert await task == expected
-            assert driver.ready
+            assert fleet.ready
 
 
 async def test_two_claims_the_older_is_fenced() -> None:
     async with facade() as worker, server(worker) as address:
         first = GrpcWorker(address, controller_id="first")
         second = GrpcWorker(address, controller_id="second")
-        info, _ = await first.attach()
-        later, _ = await second.attach()
-        assert later.epoch == info.epoch + 1
-        assert later.incarnation_id == info.incarnation_id
+        claimed = await first.attach()
+        later = await second.attach()
+        assert later.info.epoch == claimed.info.epoch + 1
+        assert later.info.incarnation_id == claimed.info.incarnation_id
         with pytest.raises(WorkerRefused) as refused:
-            await first.attach(epoch=later.epoch)
+            await first.attach(epoch=later.info.epoch)
         assert refused.value.reason == "STALE_EPOCH"
         await first.detach()
         await second.detach()
@@ -240,6 +241,6 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def _generated(driver: Driver) -> int:
-    stats = driver.stats()
+def _generated(fleet: Fleet) -> int:
+    stats = fleet.replicas[0].stats()
     return 0 if stats is None else stats.generated_tokens

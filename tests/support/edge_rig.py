@@ -14,7 +14,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId, StopScanner
+from control_plane.core.request import Request, RequestId
+from control_plane.core.tokens import Tokens
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.shell.engine import ServedModel
@@ -42,10 +43,8 @@ class FakeEngine:
     refusal: Exception | None = None
     requests: list[Request] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
-    scanner: StopScanner | None = None
-    """The newest request's."""
     counted: int = 0
-    """Tokens that `push` gave it."""
+    """Tokens that `push` gave the newest request."""
     finished: list[tuple[str, FinishReason]] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     freed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,20 +52,18 @@ class FakeEngine:
     def served_model(self) -> ServedModel | None:
         return self.model
 
-    def submit(
-        self, request: Request, stream: TokenStream, scanner: StopScanner | None = None
-    ) -> None:
+    def submit(self, request: Request, stream: TokenStream) -> None:
         if self.refusal is not None:
             raise self.refusal
         self.requests.append(request)
         self.streams.append(stream)
-        self.scanner, self.counted = scanner, 0
+        self.counted = 0
         self.submitted.set()
 
-    def finish(self, request_id: RequestId, reason: FinishReason) -> Finish | None:
+    def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
         self.finished.append((request_id, reason))
         self.freed.set()
-        return None
+        return True
 
     async def stream(self) -> TokenStream:
         """The newest request's stream, once there is one."""
@@ -79,11 +76,12 @@ class FakeEngine:
 
         Returns how many it got.
         """
-        count = None if self.scanner is None else self.scanner.push(tokens)
+        stream = self.streams[-1]
+        count = None if stream.scanner is None or not tokens else stream.scanner.push(tokens)
         self.counted += len(tokens) if count is None else count
         if count is not None:
             finish = self.end(FinishReason.STOP, self.counted)
-        self.streams[-1].push(tokens[:count], finish)
+        stream.push(Tokens(tokens[:count]), finish)
         return len(tokens[:count])
 
     def end(self, reason: FinishReason, completion_tokens: int = 0, **rest: object) -> Finish:

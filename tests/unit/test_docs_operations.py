@@ -32,7 +32,7 @@ def test_settings_are_those_that_exist(title: str, settings: type) -> None:
 def test_metrics_are_those_that_exist() -> None:
     telemetry = Telemetry("1")
     zero = {field.name: 0 for field in fields(Stats) if field.name != "finished"}
-    telemetry.follow(lambda: Stats(**zero, finished=dict.fromkeys(FinishReason, 0)))
+    telemetry.replica(0, lambda: Stats(**zero, finished=dict.fromkeys(FinishReason, 0)))
     rendered = telemetry.render().decode()
     types = dict(re.findall(r"^# TYPE (twinplane_\w+) (\w+)$", rendered, re.MULTILINE))
     named = dict(

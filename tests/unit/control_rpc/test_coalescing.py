@@ -14,14 +14,16 @@ import grpc
 import pytest
 
 from bench.inprocess import InProcessWorker
+from control_plane.core.tokens import Tokens
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.server import ControlServer, inference_service
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.rpc.turns import Turns
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.stream import TokenStream
-from control_plane.shell.turns import Turns
+from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.stream import Delta, TokenStream
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -62,28 +64,28 @@ async def serving(
     synchronous: bool,
     step_seconds: float = 0.0,
     sleep: Callable[[float], None] = time.sleep,
-) -> AsyncIterator[tuple[str, Driver]]:
-    """The whole control plane over a worker in the same process; its address, and its driver."""
+) -> AsyncIterator[tuple[str, Fleet]]:
+    """The whole control plane over a worker in the same process; its address, and its fleet."""
     latency = SimulatedLatency(step_seconds, 0.0, 0.0, 0.0)
     facade = WorkerFacade(
         lambda: SimulatedRunner(MODEL, latency, sleep=sleep), worker_id="w", incarnation_id="i"
     )
     await facade.load()
     ready = asyncio.Event()
-    driver = Driver(
-        InProcessWorker(facade),
-        DriverSettings(
+    fleet = Fleet(
+        [InProcessWorker(facade)],
+        ReplicaSettings(
             scheduling=SchedulingSettings(async_scheduling=not synchronous), check_invariants=True
         ),
         clock=time.monotonic,
-        rng=random.Random(0),
-        telemetry=Telemetry("test"),
+        jitter=random.Random(0).random,
+        metrics=Telemetry("test"),
         on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
     )
     names = itertools.count()
     text = TextProcessor(text_model, TextLimits(), None)
     servicer = InferenceServicer(
-        driver,
+        fleet,
         text,
         clock=time.monotonic,
         new_seed=lambda: 0,
@@ -94,11 +96,11 @@ async def serving(
         SettableReadiness(),
         [StatusInterceptor(status_of, lambda *call: None, lambda: "error")],
     )
-    running = asyncio.create_task(driver.run())
+    running = asyncio.create_task(fleet.run())
     try:
         await ready.wait()
         address = await server.start("127.0.0.1", 0, None)
-        yield address, driver
+        yield address, fleet
     finally:
         await server.stop(0.0)
         running.cancel()
@@ -171,13 +173,14 @@ def test_what_is_ready_is_taken_at_the_same_moment_however_many_streams_there_ar
 
     async def main(loop: VirtualLoop) -> None:
         turns = Turns()
-        streams = [TokenStream(turns) for _ in range(256)]
+        streams = [TokenStream(None, turns) for _ in range(256)]
         for round_number in range(1, 4):
             takers = [asyncio.create_task(stream.take()) for stream in streams]
             await asyncio.sleep(1.0)
             for stream in streams:
-                stream.push([round_number], None)
-            assert await asyncio.gather(*takers) == [([round_number], None)] * len(streams)
+                stream.push(Tokens([round_number]), None)
+            expected = [Delta("", Tokens([round_number]))] * len(streams)
+            assert await asyncio.gather(*takers) == expected
             assert loop.time() == round_number
 
     run_virtual(main)
@@ -202,11 +205,11 @@ async def test_many_streams_lose_and_reorder_nothing(
         return tokens_of(responses)
 
     async with (
-        serving(tiny_text, synchronous=synchronous) as (address, driver),
+        serving(tiny_text, synchronous=synchronous) as (address, fleet),
         asyncio.timeout(PATIENCE),
     ):
         answers = await asyncio.gather(*(read(address, index) for index in range(len(prompts))))
-        stats = driver.stats()
+        stats = fleet.replicas[0].stats()
         assert stats is not None
         assert stats.generated_tokens == len(prompts) * count
     assert answers == [right(prompt, count) for prompt in prompts]

@@ -61,12 +61,12 @@ def joined(responses: list[GenerateResponse]) -> tuple[str, list[int], Generatio
 
 async def test_a_generation_from_start_to_end(edge: Edge) -> None:
     answer = asyncio.create_task(collect(edge, generate_request(text="hé")))
-    stream = await edge.engine.stream()
+    await edge.engine.stream()
     tokens = ids("Größe €", edge)
     for token in tokens[:-1]:
-        stream.push([token], None)
+        edge.engine.push([token])
         await asyncio.sleep(0)
-    stream.push(tokens[-1:], Finish(FinishReason.LENGTH, Usage(3, 2, len(tokens))))
+    edge.engine.push(tokens[-1:], Finish(FinishReason.LENGTH, Usage(3, 2, len(tokens))))
     responses = await answer
     started = responses[0].started
     assert (started.request_id, started.model) == ("made-1", "tiny")
@@ -129,10 +129,10 @@ async def test_a_chat_is_rendered_by_the_template(edge: Edge) -> None:
 
 async def test_stop_token(edge: Edge) -> None:
     answer = asyncio.create_task(collect(edge, generate_request()))
-    stream = await edge.engine.stream()
+    await edge.engine.stream()
     tokens = ids("ab", edge)
     finish = edge.engine.end(FinishReason.STOP, 2, stop_token_id=tokens[-1])
-    stream.push(tokens, finish)
+    edge.engine.push(tokens, finish)
     text, sent, finished = joined(await answer)
     assert (text, sent) == ("ab", tokens)
     assert finished.WhichOneof("matched") == "stop_token_id"
@@ -141,9 +141,9 @@ async def test_stop_token(edge: Edge) -> None:
 
 async def test_end_of_sequence_is_counted_and_not_shown(edge: Edge) -> None:
     answer = asyncio.create_task(collect(edge, generate_request()))
-    stream = await edge.engine.stream()
+    await edge.engine.stream()
     tokens = [*ids("ab", edge), END]
-    stream.push(tokens, edge.engine.end(FinishReason.STOP, 3))
+    edge.engine.push(tokens, edge.engine.end(FinishReason.STOP, 3))
     text, sent, finished = joined(await answer)
     assert (text, sent) == ("ab", tokens)
     assert finished.reason == inference_pb2.FINISH_REASON_STOP
@@ -181,11 +181,11 @@ async def test_stop_string_complete_with_the_last_token(edge: Edge) -> None:
 async def test_held_back_text_comes_at_the_end(edge: Edge) -> None:
     request = generate_request(stop=StopMessage(strings=["abc"]))
     answer = asyncio.create_task(collect(edge, request))
-    stream = await edge.engine.stream()
+    await edge.engine.stream()
     tokens = ids("xab", edge)
     edge.engine.push(tokens)
     await asyncio.sleep(0)
-    stream.push([], edge.engine.end(FinishReason.LENGTH, 3))
+    edge.engine.push([], edge.engine.end(FinishReason.LENGTH, 3))
     text, sent, finished = joined(await answer)
     assert (text, sent) == ("xab", tokens)
     assert finished.reason == inference_pb2.FINISH_REASON_LENGTH
@@ -193,21 +193,21 @@ async def test_held_back_text_comes_at_the_end(edge: Edge) -> None:
 
 async def test_half_a_character_at_the_end_is_replaced(edge: Edge) -> None:
     answer = asyncio.create_task(collect(edge, generate_request()))
-    stream = await edge.engine.stream()
-    stream.push(ids("a€", edge)[:3], edge.engine.end(FinishReason.LENGTH, 3))
+    await edge.engine.stream()
+    edge.engine.push(ids("a€", edge)[:3], edge.engine.end(FinishReason.LENGTH, 3))
     text, _, _ = joined(await answer)
     assert text == "a\ufffd"
 
 
 async def test_a_slow_reader_gets_everything_in_fewer_messages(edge: Edge) -> None:
     call = edge.stub.Generate(generate_request())
-    stream = await edge.engine.stream()
+    await edge.engine.stream()
     tokens = [index % 256 for index in range(60_000)]
     for token in tokens:
-        stream.push([token], None)
+        edge.engine.push([token])
         # Let the server send until the client's flow control window is full.
         await asyncio.sleep(0)
-    stream.push([], edge.engine.end(FinishReason.LENGTH, len(tokens)))
+    edge.engine.push([], edge.engine.end(FinishReason.LENGTH, len(tokens)))
     responses = [response async for response in call]
     text, sent, _ = joined(responses)
     assert sent == tokens
@@ -217,7 +217,8 @@ async def test_a_slow_reader_gets_everything_in_fewer_messages(edge: Edge) -> No
 
 async def test_leaving_frees_the_request(edge: Edge) -> None:
     call = edge.stub.Generate(generate_request(request_id="left"))
-    (await edge.engine.stream()).push([1], None)
+    await edge.engine.stream()
+    edge.engine.push([1])
     await call.read()
     assert not edge.engine.finished
     call.cancel()
@@ -246,11 +247,11 @@ async def test_a_lost_connection_frees_the_request(edge: Edge) -> None:
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{wire.port}")
         stub = InferenceServiceStub(channel)
         call = stub.Generate(generate_request(request_id="gone"))
-        stream = await edge.engine.stream()
+        await edge.engine.stream()
         await call.read()
         wire.cut()
         for _ in range(100):
-            stream.push([1], None)
+            edge.engine.push([1])
             await asyncio.sleep(0)
         await asyncio.wait_for(edge.engine.freed.wait(), 60)
         assert edge.engine.finished == [("gone", FinishReason.CANCELLED)]
@@ -277,8 +278,8 @@ async def test_a_client_that_leaves_while_its_text_is_worked_on_submits_nothing(
 
 async def test_finished_and_left_at_once_frees_nothing_of_others(edge: Edge) -> None:
     call = edge.stub.Generate(generate_request(request_id="same"))
-    stream = await edge.engine.stream()
-    stream.push([1], edge.engine.end(FinishReason.LENGTH, 1))
+    await edge.engine.stream()
+    edge.engine.push([1], edge.engine.end(FinishReason.LENGTH, 1))
     call.cancel()
     await edge.wait_counted()
     assert not edge.engine.finished

@@ -103,8 +103,8 @@ async def test_ends_that_are_no_answer(
     edge: Edge, end: FinishReason, code: grpc.StatusCode, reason: str
 ) -> None:
     call = edge.stub.Generate(generate_request())
-    stream = await edge.engine.stream()
-    stream.push(ids("ab", edge), edge.engine.end(end, 2))
+    await edge.engine.stream()
+    edge.engine.push(ids("ab", edge), edge.engine.end(end, 2))
     text = ""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         async for response in call:
@@ -118,7 +118,7 @@ async def test_ends_that_are_no_answer(
 async def test_a_failed_stream(edge: Edge) -> None:
     call = edge.stub.Generate(generate_request())
     stream = await edge.engine.stream()
-    stream.push(ids("ab", edge), None)
+    edge.engine.push(ids("ab", edge))
     stream.fail(EngineDraining("the server has shut down"))
     text = ""
     with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -229,18 +229,16 @@ def test_capability_and_pool() -> None:
                 data_type=info_pb2.DATA_TYPE_BFLOAT16,
             ),
             limits=info_pb2.Limits(max_sequence_count=8, max_inflight_step_count=4),
-            features=[info_pb2.FEATURE_BATCH_INVARIANT, 99],
+            ranks=info_pb2.RankCoordinates(tensor_size=4, pipeline_size=2),
         )
     )
     assert (info.worker_id, info.incarnation_id, info.epoch) == ("w", "i", 4)
     assert info.device == "cuda:1 H200"
-    assert info.data_type == "bfloat16"
-    assert info.features == {"batch_invariant", "99"}, "an unknown feature is no error"
     assert info.max_sequence_count == 8
-    pool = pool_from_pb(
-        info_pb2.MemoryPool(block_count=10, block_token_count=16, bytes_per_block=5)
-    )
-    assert (pool.block_count, pool.block_size, pool.bytes_per_block) == (10, 16, 5)
+    assert info.rank_count == 8
+    assert info_from_pb(info_pb2.WorkerInfo()).rank_count == 1
+    pool = pool_from_pb(info_pb2.MemoryPool(block_count=10, block_token_count=16))
+    assert (pool.block_count, pool.block_size) == (10, 16)
 
 
 def test_a_decode_step_of_256_rows_costs_at_most_8_kb_each_way() -> None:

@@ -19,8 +19,10 @@ from control_plane.core.request import (
     StopConditions,
 )
 from control_plane.core.scheduler import Scheduler
-from control_plane.observability.metrics import Histogram, Telemetry
+from control_plane.observability.metrics import Histogram, ReplicaTelemetry, Telemetry
 from control_plane.observability.metrics_server import MetricsServer
+
+REPLICA = (("replica", "0"),)
 
 
 def samples(telemetry: Telemetry) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -45,15 +47,19 @@ def test_a_histogram_counts_inclusive_buckets() -> None:
 def test_without_a_core_there_is_still_something_to_see() -> None:
     found = samples(Telemetry("1.2.3"))
     assert found["twinplane_build_info", (("version", "1.2.3"),)] == 1.0
-    assert found["twinplane_worker_up", ()] == 0.0
-    assert ("twinplane_requests_running", ()) not in found
+    assert not any(name == "twinplane_worker_up" for name, _ in found)
+    telemetry = Telemetry("1.2.3")
+    telemetry.replica(0, lambda: None)
+    found = samples(telemetry)
+    assert found["twinplane_worker_up", REPLICA] == 0.0
+    assert not any(name == "twinplane_requests_running" for name, _ in found)
 
 
 def test_the_cores_counts_are_exposed() -> None:
     telemetry = Telemetry("0")
     config = SchedulerConfig(2, 64, 64, 9, 8)
     core = Scheduler(config, 1, WeightVersion(1, "a" * 64))
-    telemetry.follow(core.stats)
+    telemetry.replica(0, core.stats)
     for name in "abc":
         core.add(
             SequenceId(ord(name)),
@@ -61,39 +67,70 @@ def test_the_cores_counts_are_exposed() -> None:
         )
     core.schedule(0.0)
     found = samples(telemetry)
-    assert found["twinplane_requests_running", ()] == 2.0
-    assert found["twinplane_requests_waiting", ()] == 1.0
-    assert found["twinplane_requests_submitted_total", ()] == 3.0
+    assert found["twinplane_requests_running", REPLICA] == 2.0
+    assert found["twinplane_requests_waiting", REPLICA] == 1.0
+    assert found["twinplane_requests_submitted_total", REPLICA] == 3.0
     kv_states = [
-        found["twinplane_kv_tokens", (("state", s),)] for s in ("active", "cached", "free")
+        found["twinplane_kv_tokens", (*REPLICA, ("state", s))] for s in ("active", "cached", "free")
     ]
     assert kv_states == [48.0, 0.0, 16.0]
-    assert found["twinplane_tokens_total", (("kind", "prompt_computed"),)] == 40.0
-    assert found["twinplane_requests_finished_total", (("reason", "stop"),)] == 0.0
+    assert found["twinplane_tokens_total", (("kind", "prompt_computed"), *REPLICA)] == 40.0
+    assert found["twinplane_requests_finished_total", (("reason", "stop"), *REPLICA)] == 0.0
+
+
+def attach(replica: ReplicaTelemetry, *, resumed: bool = False, kv_kept: bool = False) -> None:
+    replica.worker_attached(
+        worker_id="w", model="m", device="cpu", resumed=resumed, kv_kept=kv_kept
+    )
 
 
 def test_events_become_counts() -> None:
     telemetry = Telemetry("0")
-    telemetry.worker_attached(worker_id="w", model="m", device="cpu", resumed=False)
-    assert samples(telemetry)["twinplane_worker_up", ()] == 1.0
-    telemetry.worker_lost()
-    telemetry.worker_lost()
-    telemetry.worker_attached(worker_id="w", model="m", device="cpu", resumed=True)
-    telemetry.step_finished(0.02)
-    telemetry.control_work(0.0002)
+    replica = telemetry.replica(0, lambda: None)
+    attach(replica)
+    assert samples(telemetry)["twinplane_worker_up", REPLICA] == 1.0
+    replica.worker_lost()
+    replica.worker_lost()
+    attach(replica, resumed=True)
+    replica.step_finished(0.02, 0.0002)
     telemetry.first_token(0.3)
     telemetry.token_gap(0.04, 5)
     telemetry.rpc_finished("Generate", "OK")
     telemetry.rpc_finished("Generate", "OK")
     found = samples(telemetry)
-    assert found["twinplane_worker_losses_total", ()] == 1.0
-    assert found["twinplane_worker_resyncs_total", ()] == 1.0
-    assert found["twinplane_step_duration_seconds_count", ()] == 1.0
+    assert found["twinplane_worker_losses_total", REPLICA] == 1.0
+    assert found["twinplane_step_duration_seconds_count", REPLICA] == 1.0
+    assert found["twinplane_step_duration_seconds_sum", REPLICA] == pytest.approx(0.02)
+    assert found["twinplane_step_control_seconds_sum", REPLICA] == pytest.approx(0.0002)
     assert found["twinplane_inter_token_latency_seconds_count", ()] == 5.0
     assert found["twinplane_inter_token_latency_seconds_sum", ()] == pytest.approx(0.2)
     assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.5"),)] == 1.0
     assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.25"),)] == 0.0
     assert found["twinplane_rpcs_total", (("code", "OK"), ("method", "Generate"))] == 2.0
+
+
+def test_resyncs_are_counted_by_what_became_of_the_kv() -> None:
+    telemetry = Telemetry("0")
+    replica = telemetry.replica(0, lambda: None)
+    attach(replica)
+    attach(replica, resumed=True, kv_kept=True)
+    attach(replica, resumed=True, kv_kept=True)
+    attach(replica, resumed=True)
+    found = samples(telemetry)
+    assert found["twinplane_worker_resyncs_total", (("kv", "kept"), *REPLICA)] == 2.0
+    assert found["twinplane_worker_resyncs_total", (("kv", "discarded"), *REPLICA)] == 1.0
+
+
+def test_replicas_are_told_apart() -> None:
+    telemetry = Telemetry("0")
+    first, second = (telemetry.replica(number, lambda: None) for number in (0, 1))
+    attach(first)
+    second.step_finished(0.02, 0.0002)
+    found = samples(telemetry)
+    other = (("replica", "1"),)
+    assert [found["twinplane_worker_up", labels] for labels in (REPLICA, other)] == [1.0, 0.0]
+    counts = [found["twinplane_step_duration_seconds_count", one] for one in (REPLICA, other)]
+    assert counts == [0.0, 1.0]
 
 
 def test_two_of_them_do_not_mix() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -41,12 +42,11 @@ def test_what_can_not_work_is_refused_by_name(name: str, value: Any) -> None:
 
 
 def limits(settings: SchedulingSettings, machine: Machine, *, pool: MemoryPool) -> Any:
-    info, _ = machine.claim(1)
-    return scheduler_config(settings, info, pool)
+    return scheduler_config(settings, machine.claim(1).info, pool)
 
 
 def test_unset_limits_are_the_workers() -> None:
-    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(100, 4, 1))
+    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(100, 4))
     assert config.max_sequence_count == 4
     assert config.max_step_token_count == 16
     assert config.max_sequence_token_count == 64
@@ -56,7 +56,7 @@ def test_unset_limits_are_the_workers() -> None:
 def test_set_limits_only_lower_the_workers() -> None:
     high = SchedulingSettings(99, 99, 99)
     low = SchedulingSettings(2, 8, 32, async_scheduling=False)
-    pool = MemoryPool(100, 4, 1)
+    pool = MemoryPool(100, 4)
     assert limits(high, Machine(), pool=pool).max_sequence_count == 4
     config = limits(low, Machine(), pool=pool)
     assert config.max_sequence_count == 2
@@ -66,10 +66,16 @@ def test_set_limits_only_lower_the_workers() -> None:
 
 
 def test_a_sequence_is_never_longer_than_the_pool() -> None:
-    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(9, 4, 1))
+    config = limits(SchedulingSettings(), Machine(), pool=MemoryPool(9, 4))
     assert config.max_sequence_token_count == 32
 
 
 def test_a_pool_without_room_for_a_sequence_makes_the_worker_unusable() -> None:
     with pytest.raises(WorkerUnusable, match="max_sequence_token_count"):
-        limits(SchedulingSettings(), Machine(), pool=MemoryPool(1, 4, 1))
+        limits(SchedulingSettings(), Machine(), pool=MemoryPool(1, 4))
+
+
+def test_a_worker_that_is_one_of_several_ranks_is_not_driven_alone() -> None:
+    info = replace(Machine().claim(1).info, rank_count=2)
+    with pytest.raises(WorkerUnusable, match="2 ranks"):
+        scheduler_config(SchedulingSettings(), info, MemoryPool(100, 4))

@@ -96,7 +96,7 @@ def test_up_serves_and_one_signal_stops_everything(
         assert not private.exists()
     # Order: the control plane has drained before the worker is told.
     log = (short_folder / "log").read_text()
-    assert log.index('control_plane.shell.driver", "message": "draining') < log.index(
+    assert log.index('control_plane.shell.fleet", "message": "draining') < log.index(
         'worker_service.app", "message": "draining'
     )
 

@@ -1,4 +1,4 @@
-"""The driver against a fake worker, in virtual time."""
+"""A fleet of one replica with a fake worker, in virtual time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from control_plane.shell.engine import (
 )
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
-from tests.simulation.rig import Rig, request, running, settings, until
+from tests.simulation.rig import Rig, StopAt, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 
 PROMPT = [5, 6, 7, 8, 9]
@@ -52,8 +52,7 @@ def test_many_requests_through_a_small_pool(synchronous: bool) -> None:
             await rig.settled(*answers.values())
             for name, prompt in prompts.items():
                 assert answers[name].tokens == expected_tokens(prompt, 20, len(prompt)), name
-            stats = rig.driver.stats()
-            assert stats is not None
+            stats = rig.stats()
             assert stats.preemptions > 0, "the pool was meant to be too small"
 
     run_virtual(main)
@@ -104,11 +103,11 @@ def test_cancel_frees_a_row_for_who_waits() -> None:
             waiting = rig.submit(request("waiting", PROMPT, 50))
             second = rig.submit(request("second", [9, 9], 3))
             await asyncio.sleep(0.1)
-            assert rig.driver.finish(RequestId("waiting"), FinishReason.CANCELLED) is not None
-            finish = rig.driver.finish(RequestId("first"), FinishReason.CANCELLED)
-            assert finish is not None and finish.reason is FinishReason.CANCELLED
-            assert rig.driver.finish(RequestId("first"), FinishReason.CANCELLED) is None
+            assert rig.fleet.finish(RequestId("waiting"), FinishReason.CANCELLED)
+            assert rig.fleet.finish(RequestId("first"), FinishReason.CANCELLED)
+            assert not rig.fleet.finish(RequestId("first"), FinishReason.CANCELLED)
             await rig.settled(first, waiting, second)
+            assert first.finish is not None and first.finish.reason is FinishReason.CANCELLED
             assert waiting.tokens == []
             assert second.tokens == expected_tokens([9, 9], 3)
             assert first.tokens == expected_tokens(PROMPT, len(first.tokens))
@@ -118,7 +117,7 @@ def test_cancel_frees_a_row_for_who_waits() -> None:
     run_virtual(main)
 
 
-def test_a_cancel_wakes_the_driver() -> None:
+def test_a_cancel_wakes_the_replica() -> None:
     """The row it frees is used at once, not when the step in flight is over."""
 
     async def main(loop: VirtualLoop) -> None:
@@ -135,7 +134,7 @@ def test_a_cancel_wakes_the_driver() -> None:
             second = rig.submit(request("second", [8, 9], 2))
             await until(lambda: len(first.tokens) == 1)
             await asyncio.sleep(0.5)
-            rig.driver.finish(RequestId("first"), FinishReason.CANCELLED)
+            rig.fleet.finish(RequestId("first"), FinishReason.CANCELLED)
             await rig.settled(first, second)
             assert added_at[2] == pytest.approx(1.5, abs=0.01)
 
@@ -154,17 +153,6 @@ def test_a_running_name_is_refused_and_the_first_goes_on() -> None:
     run_virtual(main)
 
 
-class StopAt:
-    """Finds its stop string after so many tokens."""
-
-    def __init__(self, count: int) -> None:
-        self.left = count
-
-    def push(self, token_ids: list[int]) -> int | None:
-        self.left -= len(token_ids)
-        return len(token_ids) + self.left if self.left <= 0 else None
-
-
 def test_a_stop_string_ends_the_request_in_core_and_stream() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(), lambda: 0.01)
@@ -175,8 +163,8 @@ def test_a_stop_string_ends_the_request_in_core_and_stream() -> None:
             assert answer.finish is not None
             assert answer.finish.reason is FinishReason.STOP
             assert answer.finish.usage.completion_tokens == 7
-            stats = rig.driver.stats()
-            assert stats is not None and stats.running == 0
+            stats = rig.stats()
+            assert stats.running == 0
             assert stats.finished[FinishReason.STOP] == 1
 
     run_virtual(main)
@@ -186,13 +174,13 @@ def test_drain_lets_requests_finish_and_refuses_new_ones() -> None:
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine(), lambda: 0.01)) as rig:
             answer = rig.submit(request("a", PROMPT, 10))
-            drain = asyncio.create_task(rig.driver.drain(60.0))
+            drain = asyncio.create_task(rig.fleet.drain(60.0))
             await asyncio.sleep(0)
             with pytest.raises(EngineDraining):
                 rig.submit(request("b", PROMPT, 3))
             await drain
             assert answer.tokens == expected_tokens(PROMPT, 10)
-            assert loop.time() < 10.0, "an idle driver does not sit out the grace"
+            assert loop.time() < 10.0, "an idle fleet does not sit out the grace"
             assert rig.readiness[-1] is False
 
     run_virtual(main)
@@ -202,7 +190,7 @@ def test_drain_fails_what_outlives_the_grace() -> None:
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine(), lambda: 1.0)) as rig:
             answer = rig.submit(request("a", PROMPT, 50))
-            await rig.driver.drain(5.0)
+            await rig.fleet.drain(5.0)
             await rig.settled(answer)
             assert isinstance(answer.error, EngineDraining)
             assert 5.0 <= loop.time() < 7.0
@@ -211,7 +199,7 @@ def test_drain_fails_what_outlives_the_grace() -> None:
 
 
 @pytest.mark.parametrize("where", ["send", "receive"])
-def test_a_crash_of_the_driver_ends_every_stream_and_is_raised(where: str) -> None:
+def test_a_crash_of_a_replica_ends_every_stream_and_is_raised(where: str) -> None:
     class Broken(FakeWorker):
         async def send(self, plan: StepPlan) -> None:
             if where == "send":
@@ -225,8 +213,8 @@ def test_a_crash_of_the_driver_ends_every_stream_and_is_raised(where: str) -> No
             return result
 
     async def main(loop: VirtualLoop) -> None:
-        rig = Rig(loop, Broken(Machine()), settings(), 0)
-        task = asyncio.create_task(rig.driver.run())
+        rig = Rig(loop, [Broken(Machine())], settings(), 0)
+        task = asyncio.create_task(rig.fleet.run())
         await rig.attached()
         async with rig.group:
             answer = rig.submit(request("a", PROMPT, 3))
@@ -234,7 +222,7 @@ def test_a_crash_of_the_driver_ends_every_stream_and_is_raised(where: str) -> No
         assert isinstance(answer.error, EngineLost)
         assert isinstance(task.exception(), RuntimeError)
         with pytest.raises(EngineDraining):
-            rig.driver.submit(request("b", PROMPT, 3), TokenStream())
+            rig.fleet.submit(request("b", PROMPT, 3), TokenStream())
 
     run_virtual(main)
 
@@ -245,11 +233,11 @@ def test_tokens_arrive_step_by_step() -> None:
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine())) as rig:
             stream = TokenStream()
-            rig.driver.submit(request("a", PROMPT, 30), stream)
+            rig.fleet.submit(request("a", PROMPT, 30), stream)
             takes = 0
             finish = None
             while finish is None:
-                _, finish = await stream.take()
+                finish = (await stream.take()).finish
                 takes += 1
             assert takes >= 10
 
@@ -260,7 +248,7 @@ def test_limits_are_the_smallest_of_all() -> None:
     async def main(loop: VirtualLoop) -> None:
         machine = Machine(block_count=9, block_size=4, max_sequence_token_count=64)
         async with running(loop, FakeWorker(machine)) as rig:
-            model = rig.driver.served_model()
+            model = rig.fleet.served_model()
             assert model is not None
             assert model.max_sequence_token_count == 32
             answer = rig.submit(request("a", PROMPT, 100))
@@ -274,6 +262,6 @@ def test_reading_a_failed_stream_raises() -> None:
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine(), lambda: 1.0)) as rig:
             answer = rig.submit(request("a", PROMPT, 50))
-        assert isinstance(answer.error, EngineLost), "stopping the driver ends what runs"
+        assert isinstance(answer.error, EngineLost), "stopping the fleet ends what runs"
 
     run_virtual(main)

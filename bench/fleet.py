@@ -1,4 +1,4 @@
-"""The control plane's driver and core in this process, over any worker, with no clients' gRPC.
+"""The control plane's fleet and core in this process, over any worker, with no clients' gRPC.
 
 What it generates costs what scheduling, delivering and the way to the worker cost, and no more.
 """
@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator, Sequence
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.observability.metrics import Telemetry
-from control_plane.shell.driver import Driver, DriverSettings
+from control_plane.rpc.turns import Turns
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.ports import MemoryPool, Worker, WorkerInfo
+from control_plane.shell.ports import Attachment, Worker
+from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
-from control_plane.shell.turns import Turns
 
 
 class StepTimes:
@@ -30,7 +31,7 @@ class StepTimes:
         self._rows = rows
         self._decoding: list[bool] = []
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         self._decoding.clear()
         return await self._worker.attach(epoch)
 
@@ -50,11 +51,11 @@ class StepTimes:
         await self._worker.detach()
 
 
-class Engine:
-    """A running driver. Made by `running`."""
+class RunningFleet:
+    """A fleet of one replica that runs. Made by `running`."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
         self._submitted = 0
         self._turns = Turns()
 
@@ -66,8 +67,8 @@ class Engine:
 
     async def _one(self, prompt: list[int], output_tokens: int) -> None:
         self._submitted += 1
-        stream = TokenStream(turns=self._turns)
-        self._driver.submit(
+        stream = TokenStream(gate=self._turns)
+        self._fleet.submit(
             Request(
                 request_id=RequestId(str(self._submitted)),
                 prompt_token_ids=tuple(prompt),
@@ -80,30 +81,31 @@ class Engine:
         )
         count, finish = 0, None
         while finish is None:
-            tokens, finish = await stream.take()
-            count += len(tokens)
+            delta = await stream.take()
+            count += len(delta.tokens)
+            finish = delta.finish
         assert count == output_tokens
 
 
 @contextlib.asynccontextmanager
 async def running(
     worker: Worker, scheduling: SchedulingSettings | None = None
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[RunningFleet]:
     """Claims the worker and drives it until the block is left."""
     ready = asyncio.Event()
-    driver = Driver(
-        worker,
-        DriverSettings(scheduling=scheduling or SchedulingSettings()),
+    fleet = Fleet(
+        [worker],
+        ReplicaSettings(scheduling=scheduling or SchedulingSettings()),
         clock=time.monotonic,
-        rng=random.Random(0),
-        telemetry=Telemetry("bench"),
+        jitter=random.Random(0).random,
+        metrics=Telemetry("bench"),
         on_readiness=lambda is_ready: ready.set() if is_ready else None,
     )
-    task = asyncio.create_task(driver.run())
+    task = asyncio.create_task(fleet.run())
     try:
         async with asyncio.timeout(60):
             await ready.wait()
-        yield Engine(driver)
+        yield RunningFleet(fleet)
     finally:
         task.cancel()
         await asyncio.wait([task])

@@ -1,4 +1,4 @@
-"""The driver when its worker is lost, refuses, changes or is claimed by another; virtual time."""
+"""A replica when its worker is lost, refuses, changes or is claimed by another; virtual time."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.ports import (
-    MemoryPool,
+    Attachment,
     RefusalReason,
-    WorkerInfo,
     WorkerLost,
     WorkerRefused,
 )
@@ -38,8 +37,8 @@ def test_a_lost_worker_is_only_a_pause(restarts: bool) -> None:
             if restarts:
                 worker.machine.restart()
             await asyncio.sleep(3.0)
-            assert not rig.driver.ready
-            assert rig.driver.served_model() is not None, "a short loss is only a pause"
+            assert not rig.fleet.ready
+            assert rig.fleet.served_model() is not None, "a short loss is only a pause"
             late = rig.submit(request("late", PROMPT, 5, arrival=loop.time()))
             worker.reachable = True
             await rig.settled(*answers, late)
@@ -47,7 +46,10 @@ def test_a_lost_worker_is_only_a_pause(restarts: bool) -> None:
                 assert answer.tokens == expected_tokens([*PROMPT, n], 30)
             assert late.tokens == expected_tokens(PROMPT, 5)
             assert rig.readiness == [True, False, True]
-            assert b"twinplane_worker_resyncs_total 1.0" in rig.telemetry.render()
+            assert (
+                b'twinplane_worker_resyncs_total{kv="discarded",replica="0"} 1.0'
+                in rig.telemetry.render()
+            )
 
     run_virtual(main)
 
@@ -64,7 +66,7 @@ def test_an_idle_worker_that_vanishes_is_noticed() -> None:
 
 
 def test_a_refused_plan_resyncs() -> None:
-    """The worker's rows vanish behind the driver's back: PLAN_MISMATCH, and on it goes."""
+    """The worker's rows vanish behind the replica's back: PLAN_MISMATCH, and on it goes."""
 
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(), lambda: 0.01)
@@ -111,7 +113,7 @@ def test_other_weights_end_what_is_mid_stream_and_run_what_has_not_begun() -> No
             assert isinstance(begun.error, EngineLost)
             assert 5 <= len(begun.tokens) < 30
             assert queued.tokens == expected_tokens(PROMPT, 5)
-            model = rig.driver.served_model()
+            model = rig.fleet.served_model()
             assert model is not None and model.weight_version.digest == "b" * 64
 
     run_virtual(main)
@@ -127,7 +129,7 @@ def test_a_long_loss_fails_requests_and_refuses_new_ones() -> None:
             await rig.settled(answer)
             assert isinstance(answer.error, EngineLost)
             assert 30.0 <= loop.time() < 31.0
-            assert rig.driver.served_model() is None
+            assert rig.fleet.served_model() is None
             with pytest.raises(EngineLost):
                 rig.submit(request("b", PROMPT, 3))
             worker.reachable = True
@@ -139,7 +141,7 @@ def test_a_long_loss_fails_requests_and_refuses_new_ones() -> None:
     run_virtual(main)
 
 
-def test_patience_ends_while_the_driver_keeps_away_from_a_rival() -> None:
+def test_patience_ends_while_the_replica_keeps_away_from_a_rival() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(), lambda: 0.01)
         chosen = settings(loss_patience=5.0, contention_delay=100.0)
@@ -157,10 +159,10 @@ def test_patience_ends_while_the_driver_keeps_away_from_a_rival() -> None:
 def test_a_worker_that_can_not_be_used_is_refused_and_tried_again() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(max_sequence_token_count=1))
-        rig = Rig(loop, worker, settings(), 0)
-        task = asyncio.create_task(rig.driver.run())
+        rig = Rig(loop, [worker], settings(), 0)
+        task = asyncio.create_task(rig.fleet.run())
         await asyncio.sleep(5.0)
-        assert not rig.driver.ready
+        assert not rig.fleet.ready
         worker.machine.max_sequence_token_count = 64
         await rig.attached()
         task.cancel()
@@ -195,7 +197,7 @@ class Starting(FakeWorker):
         self._loop = loop
         self.tries: list[float] = []
 
-    async def attach(self, epoch: int | None = None) -> tuple[WorkerInfo, MemoryPool]:
+    async def attach(self, epoch: int | None = None) -> Attachment:
         now = self._loop.time()
         self.tries.append(now)
         if now < 3.0:
@@ -249,13 +251,13 @@ def test_before_the_first_claim_nothing_is_accepted() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine())
         worker.reachable = False
-        rig = Rig(loop, worker, settings(), 0)
-        task = asyncio.create_task(rig.driver.run())
+        rig = Rig(loop, [worker], settings(), 0)
+        task = asyncio.create_task(rig.fleet.run())
         await asyncio.sleep(1.0)
-        assert rig.driver.served_model() is None
+        assert rig.fleet.served_model() is None
         with pytest.raises(EngineLost):
-            rig.driver.submit(request("a", PROMPT, 3), TokenStream())
-        assert rig.driver.finish(RequestId("a"), FinishReason.CANCELLED) is None
+            rig.fleet.submit(request("a", PROMPT, 3), TokenStream())
+        assert not rig.fleet.finish(RequestId("a"), FinishReason.CANCELLED)
         worker.reachable = True
         await rig.attached()
         task.cancel()
@@ -296,13 +298,13 @@ def test_cancel_while_the_worker_is_gone() -> None:
             worker.reachable = False
             worker.break_connection()
             await asyncio.sleep(0.5)
-            rig.driver.finish(RequestId("a"), FinishReason.CANCELLED)
+            rig.fleet.finish(RequestId("a"), FinishReason.CANCELLED)
             await rig.settled(answer)
             assert answer.finish is not None
             worker.reachable = True
             await rig.attached()
-            stats = rig.driver.stats()
-            assert stats is not None and stats.running == stats.waiting == 0
+            stats = rig.stats()
+            assert stats.running == stats.waiting == 0
 
     run_virtual(main)
 

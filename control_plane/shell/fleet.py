@@ -1,0 +1,240 @@
+"""The clients' engine over all replicas: which request runs where, and where its tokens go.
+
+Admission, placement, readiness, drain, and the end of what can't go on are decided here. The fleet
+has the only register of what runs: a request's sequences by its id, and each sequence's replica and
+stream. A replica delivers by sequence id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+
+from control_plane.core.claim import Jitter
+from control_plane.core.errors import QueueFull, RequestTooLong
+from control_plane.core.events import FinishReason, SequenceOutput
+from control_plane.core.placement import order
+from control_plane.core.request import Request, RequestId, SequenceId
+from control_plane.core.tokens import Tokens
+from control_plane.shell.engine import (
+    DuplicateRequest,
+    EngineDraining,
+    EngineError,
+    EngineLost,
+    ServedModel,
+    VocabularyMismatch,
+)
+from control_plane.shell.ports import Clock, Metrics, Worker
+from control_plane.shell.replica import Replica, ReplicaSettings
+from control_plane.shell.stream import TokenStream
+from twinplane.process.logs import fields
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A sequence that is not over."""
+
+    request_id: RequestId
+    replica: Replica
+    stream: TokenStream
+    arrival: float
+    last_token_at: float | None = None
+
+
+class Fleet:
+    """Implements shell.engine.Engine and shell.replica.ReplicaListener.
+
+    `run` is one task, owned by the composition root; everything else returns at once and runs on
+    the same loop. However `run` ends, every stream has ended with it. `on_readiness` is told each
+    change of `ready`.
+    """
+
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        settings: ReplicaSettings,
+        *,
+        clock: Clock,
+        jitter: Jitter,
+        metrics: Metrics,
+        on_readiness: Callable[[bool], None],
+        served_model_name: str | None = None,
+    ) -> None:
+        self._metrics = metrics
+        self._on_readiness = on_readiness
+        self._served_model_name = served_model_name
+        self._accepting = True
+        self._was_ready = False
+        self._sequence_ids = map(SequenceId, count(1))
+        self._sequences: dict[SequenceId, _Sequence] = {}
+        self._requests: dict[RequestId, list[SequenceId]] = {}
+        """The sequences of each request that are not over; never an empty list."""
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self.replicas = [
+            Replica(
+                number, worker, settings, clock=clock, jitter=jitter, metrics=metrics, listener=self
+            )
+            for number, worker in enumerate(workers)
+        ]
+
+    # --- the client edge ----------------------------------------------------------------------
+
+    def served_model(self) -> ServedModel | None:
+        """The model that answers; a worker lost only shortly ago still counts.
+
+        Its length is what every replica that answers can hold.
+        """
+        attached_first = sorted(self.replicas, key=lambda replica: not replica.attached)
+        models = [m for replica in attached_first if (m := replica.model()) is not None]
+        if not models:
+            return None
+        return replace(
+            models[0],
+            name=self._served_model_name or models[0].name,
+            max_sequence_token_count=min(model.max_sequence_token_count for model in models),
+        )
+
+    def submit(self, request: Request, stream: TokenStream) -> None:
+        """Queues a request. Raises QueueFull, RequestTooLong or an EngineError."""
+        if not self._accepting:
+            raise EngineDraining("the server is shutting down")
+        if request.request_id in self._requests:
+            raise DuplicateRequest(f"request {request.request_id!r} is not finished")
+        sequence_id = next(self._sequence_ids)
+        replica = self._place(sequence_id, request, stream)
+        self._sequences[sequence_id] = _Sequence(
+            request.request_id, replica, stream, request.arrival
+        )
+        self._requests[request.request_id] = [sequence_id]
+        self._empty.clear()
+
+    def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
+        """Ends a request, and frees what it holds; False if it is not running."""
+        sequence_ids = list(self._requests.get(request_id, ()))
+        for sequence_id in sequence_ids:
+            sequence = self._sequences[sequence_id]
+            finish = sequence.replica.finish(sequence_id, reason)
+            sequence.stream.push(Tokens([]), finish)
+            self._forget(sequence_id)
+        return bool(sequence_ids)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker is attached and new requests are accepted."""
+        return self._accepting and any(replica.attached for replica in self.replicas)
+
+    # --- the composition root -----------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Runs all replicas, until cancelled.
+
+        Never returns by itself. Raises what is a bug of ours; all streams have failed then.
+        """
+        tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
+        try:
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            self._stop_accepting()
+            self._fail(list(self._sequences), EngineLost, "the engine has stopped")
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def drain(self, grace: float) -> None:
+        """Accepts nothing more, gives what runs `grace` seconds, then fails the rest."""
+        self._stop_accepting()
+        _logger.info("draining", extra=fields(request_count=len(self._requests)))
+        try:
+            async with asyncio.timeout(grace):
+                await self._empty.wait()
+        except TimeoutError:
+            _logger.warning(
+                "requests outlived the drain", extra=fields(request_count=len(self._requests))
+            )
+            self._fail(list(self._sequences), EngineDraining, "the server has shut down")
+
+    # --- what replicas tell -------------------------------------------------------------------
+
+    def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
+        """Hands each sequence's tokens, and its end if it is there, to its stream."""
+        sequences = self._sequences
+        for output in outputs:
+            sequence = sequences[output.sequence_id]
+            tokens = output.tokens
+            token_count = len(tokens.ids)
+            if token_count:
+                last = sequence.last_token_at
+                if last is None:
+                    self._metrics.first_token(now - sequence.arrival)
+                else:
+                    self._metrics.token_gap((now - last) / token_count, token_count)
+                sequence.last_token_at = now
+            sequence.stream.push(tokens, output.finish)
+            if output.finish is not None:
+                self._forget(output.sequence_id)
+
+    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
+        """Fails a replica's sequences, or those of them that have tokens already."""
+        failing = [
+            sequence_id
+            for sequence_id, sequence in self._sequences.items()
+            if sequence.replica is replica
+            and (sequence.last_token_at is not None or not mid_stream_only)
+        ]
+        self._fail(failing, EngineLost, why)
+
+    def changed(self, replica: Replica) -> None:
+        """A replica's worker was attached or lost."""
+        self._tell_readiness()
+
+    # --- registers ----------------------------------------------------------------------------
+
+    def _place(self, sequence_id: SequenceId, request: Request, stream: TokenStream) -> Replica:
+        """Adds a sequence to the first replica, in order of load, that takes it."""
+        loads = [load for replica in self.replicas if (load := replica.load()) is not None]
+        refusal: Exception = EngineLost("no worker is attached")
+        for place, number in enumerate(order(loads)):
+            try:
+                self.replicas[number].add(sequence_id, request, stream.scanner)
+            except (QueueFull, RequestTooLong, VocabularyMismatch) as error:
+                if place == 0:
+                    refusal = error
+            else:
+                return self.replicas[number]
+        raise refusal
+
+    def _fail(
+        self, sequence_ids: Iterable[SequenceId], kind: type[EngineError], message: str
+    ) -> None:
+        for sequence_id in sequence_ids:
+            sequence = self._sequences[sequence_id]
+            sequence.stream.fail(kind(message))
+            sequence.replica.finish(sequence_id, FinishReason.FAULT)
+            self._forget(sequence_id)
+
+    def _forget(self, sequence_id: SequenceId) -> None:
+        request_id = self._sequences.pop(sequence_id).request_id
+        siblings = self._requests[request_id]
+        siblings.remove(sequence_id)
+        if not siblings:
+            del self._requests[request_id]
+        if not self._requests:
+            self._empty.set()
+
+    def _stop_accepting(self) -> None:
+        self._accepting = False
+        self._tell_readiness()
+
+    def _tell_readiness(self) -> None:
+        ready = self.ready
+        if ready is not self._was_ready:
+            self._was_ready = ready
+            self._on_readiness(ready)

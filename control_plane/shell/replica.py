@@ -1,0 +1,353 @@
+"""One replica: the loop that runs a core against its worker.
+
+Each turn of the loop: take results, update the core, deliver the tokens, schedule, send. Async
+scheduling is the same loop with one more plan in flight. When the worker is lost, the loop claims
+it again under a larger epoch and the core adds every sequence again: clients see a pause.
+A replica knows sequences, not requests and not clients, and no transport: gRPC and sockets stay
+behind the Worker port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from control_plane.core import invariants
+from control_plane.core.claim import (
+    Claim,
+    ClaimEnd,
+    ClaimPolicy,
+    ClaimState,
+    EndKind,
+    Jitter,
+    Loudness,
+    Verdict,
+)
+from control_plane.core.errors import ResultMismatch
+from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
+from control_plane.core.placement import Load
+from control_plane.core.plan import StepResult
+from control_plane.core.request import Request, SequenceId, StopScanner
+from control_plane.core.scheduler import Scheduler
+from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
+from control_plane.shell.limits import SchedulingSettings, scheduler_config
+from control_plane.shell.ports import (
+    Attachment,
+    Clock,
+    Metrics,
+    RefusalReason,
+    Worker,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnusable,
+)
+from twinplane.process.logs import Field, fields
+
+_logger = logging.getLogger(__name__)
+
+_ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSettings:
+    """How a replica schedules and how it behaves towards its worker.
+
+    `check_invariants`: audit the core whenever it is idle (tests).
+    """
+
+    scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
+    claim: ClaimPolicy = field(default_factory=ClaimPolicy)
+    check_invariants: bool = False
+
+
+class ReplicaListener(Protocol):
+    """Whom a replica tells what has happened to it and to its sequences."""
+
+    def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
+        """These sequences got tokens, or ended."""
+        ...
+
+    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
+        """The replica can't go on with its sequences, or with those that have tokens already.
+
+        All of them are finished, with FAULT, before this returns.
+        """
+        ...
+
+    def changed(self, replica: Replica) -> None:
+        """Its worker was attached or lost."""
+        ...
+
+
+class Replica:
+    """The core and the worker of one replica. `number` names it among the fleet's.
+
+    `run` is one task, owned by the fleet; everything else returns at once and runs on the same
+    loop.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        worker: Worker,
+        settings: ReplicaSettings,
+        *,
+        clock: Clock,
+        jitter: Jitter,
+        metrics: Metrics,
+        listener: ReplicaListener,
+    ) -> None:
+        self.number = number
+        self._worker = worker
+        self._settings = settings
+        self._clock = clock
+        self._metrics = metrics.replica(number, self.stats)
+        self._listener = listener
+        self._claim = Claim(settings.claim, jitter)
+        self._core: Scheduler | None = None
+        self._model: ServedModel | None = None
+        self._attachment: Attachment | None = None
+        """The last one: that of now, or the one that was lost."""
+        self._only_disconnected = False
+        """Nothing but the connection ended the last claim."""
+        self._inbox: deque[StepResult | Exception] = deque()
+        self._wake = asyncio.Event()
+        self._planning_seconds = 0.0
+
+    @property
+    def attached(self) -> bool:
+        """Whether its worker is there."""
+        return self._claim.is_attached
+
+    def model(self) -> ServedModel | None:
+        """The worker's model; None before the first claim and once the worker is gone."""
+        return self._model if self._can_queue() else None
+
+    def load(self) -> Load | None:
+        """How full it is; None while it can't take sequences."""
+        if self._core is None or not self._can_queue():
+            return None
+        stats = self._core.stats()
+        free = stats.kv_free_tokens + stats.kv_cached_tokens
+        return Load(self.number, self.attached, stats.waiting, free)
+
+    def stats(self) -> Stats | None:
+        """The core's own counts; None before the first claim."""
+        return None if self._core is None else self._core.stats()
+
+    def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
+        """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
+        if self._core is None or self._model is None or not self._can_queue():
+            raise EngineLost("no worker is attached")
+        if max(request.prompt_token_ids) >= self._model.vocabulary_size:
+            # The worker would refuse the whole step.
+            raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
+        self._core.add(sequence_id, request, scanner)
+        self._wake.set()
+
+    def finish(self, sequence_id: SequenceId, reason: FinishReason) -> Finish:
+        """Ends a sequence that runs or waits here, and frees what it holds."""
+        finish = self._scheduler().finish(sequence_id, reason)
+        assert finish is not None, "finished twice, or not a sequence of this replica"
+        self._wake.set()
+        return finish
+
+    async def run(self) -> None:
+        """Claims the worker and executes steps, until cancelled. Raises what is a bug of ours."""
+        try:
+            while True:
+                try:
+                    await self._attach()
+                    await self._execute()
+                except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
+                    verdict = self._end_claim(error)
+                    await self._worker.detach()
+                await self._wait_out(verdict.retry_after)
+        finally:
+            await self._worker.detach()
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    async def _execute(self) -> None:
+        reader = asyncio.create_task(self._read_results())
+        try:
+            while True:
+                await self._send_plans()
+                await self._wake.wait()
+                self._wake.clear()
+                self._take_results()
+        finally:
+            reader.cancel()
+            await asyncio.wait([reader])
+
+    async def _read_results(self) -> None:
+        """Puts results, and what ended them, into the inbox; plans in flight bound it."""
+        try:
+            while True:
+                self._inbox.append(await self._worker.receive())
+                self._wake.set()
+        except Exception as error:  # raised again by the loop, which knows what it means
+            self._inbox.append(error)
+            self._wake.set()
+
+    async def _send_plans(self) -> None:
+        core = self._scheduler()
+        while True:
+            started = self._clock()
+            plan = core.schedule(started)
+            self._planning_seconds += self._clock() - started
+            if plan is None:
+                break
+            await self._worker.send(plan)
+        if self._settings.check_invariants and not core.has_work:
+            invariants.check(core)
+
+    def _take_results(self) -> None:
+        while self._inbox:
+            event = self._inbox.popleft()
+            if isinstance(event, Exception):
+                raise event
+            self._claim.received_result()
+            self._deliver(event)
+
+    def _deliver(self, result: StepResult) -> None:
+        now = self._clock()
+        self._listener.deliver(self._scheduler().update(result), now)
+        control_seconds = self._planning_seconds + self._clock() - now
+        self._planning_seconds = 0.0
+        self._metrics.step_finished(result.executed_seconds, control_seconds)
+
+    # --- the claim ----------------------------------------------------------------------------
+
+    async def _attach(self) -> None:
+        attachment = await self._worker.attach()
+        resumed = self._core is not None
+        kv_kept = self._adopt(attachment)
+        self._inbox.clear()
+        self._claim.attached(self._clock())
+        info = attachment.info
+        self._metrics.worker_attached(
+            worker_id=info.worker_id,
+            model=info.model_name,
+            device=info.device,
+            resumed=resumed,
+            kv_kept=kv_kept,
+        )
+        _logger.info(
+            "worker attached",
+            extra=fields(
+                replica=self.number,
+                worker_id=info.worker_id,
+                incarnation_id=info.incarnation_id,
+                epoch=info.epoch,
+                weight_version=info.weight_version.digest[:12],
+                sequence_count=self._sequence_count(),
+                kv_kept=kv_kept,
+            ),
+        )
+        self._listener.changed(self)
+
+    def _adopt(self, attachment: Attachment) -> bool:
+        """Makes the core speak to this life of the worker; what can't go on there ends.
+
+        Returns whether the KV of the claim before was kept.
+        """
+        info = attachment.info
+        config = scheduler_config(self._settings.scheduling, info, attachment.pool)
+        before, last = self._model, self._attachment
+        self._attachment = attachment
+        self._model = ServedModel(
+            name=info.model_name,
+            max_sequence_token_count=config.max_sequence_token_count,
+            vocabulary_size=info.vocabulary_size,
+            weight_version=info.weight_version,
+        )
+        if self._core is None or before is None or last is None:
+            self._core = Scheduler(config, info.epoch, info.weight_version)
+            return False
+        if before.vocabulary_size != info.vocabulary_size:
+            self._listener.fail(self, "the worker came back with another model")
+        elif before.weight_version.digest != info.weight_version.digest:
+            why = "the worker came back with other weights"
+            self._listener.fail(self, why, mid_stream_only=True)
+        kv_kept = False  # KEEP_KV
+        outputs = self._core.resync(config, info.epoch, info.weight_version)
+        self._listener.deliver(outputs, self._clock())
+        return kv_kept
+
+    def _end_claim(self, error: _ClaimError) -> Verdict:
+        """Notes that the claim, or an attempt to make one, is over."""
+        was_attached = self._claim.is_attached
+        end = _end_of(error)
+        inflight_count = 0 if self._core is None else self._core.inflight_count
+        verdict = self._claim.ended(end, self._clock(), inflight_count)
+        if was_attached:
+            self._only_disconnected = end.kind is EndKind.UNREACHABLE
+            self._metrics.worker_lost()
+            self._listener.changed(self)
+        self._log_end(end, error, verdict)
+        if verdict.give_up_requests:
+            _logger.error(
+                "requests given up: no worker could execute them",
+                extra=fields(replica=self.number, sequence_count=self._sequence_count()),
+            )
+            self._listener.fail(self, "the worker failed several times on this request")
+        return verdict
+
+    async def _wait_out(self, delay: float) -> None:
+        """Waits before the next claim; sequences whose patience ends meanwhile fail then."""
+        patience = self._claim.patience_left(self._clock())
+        if patience <= delay:
+            await asyncio.sleep(patience)
+            delay -= patience
+            self._listener.fail(self, "the worker is gone")
+        await asyncio.sleep(delay)
+
+    def _log_end(self, end: ClaimEnd, error: _ClaimError, verdict: Verdict) -> None:
+        if verdict.loudness is Loudness.SILENT:
+            return
+        contested = end.kind is EndKind.CONTESTED
+        details: dict[str, Field] = {
+            "replica": self.number,
+            "error": str(error),
+            "retry_seconds": round(verdict.retry_after, 3),
+            "sequence_count": self._sequence_count(),
+        }
+        if isinstance(error, ResultMismatch):
+            details["story"] = "; ".join(error.story)
+        _logger.log(
+            logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
+            "another controller claimed the worker" if contested else "no worker",
+            extra=fields(**details),
+        )
+
+    def _can_queue(self) -> bool:
+        """Whether a worker is there, or was until shortly ago."""
+        state = self._claim.state(self._clock())
+        return state in (ClaimState.ATTACHED, ClaimState.LOST)
+
+    def _sequence_count(self) -> int:
+        stats = self.stats()
+        return 0 if stats is None else stats.running + stats.waiting
+
+    def _scheduler(self) -> Scheduler:
+        assert self._core is not None
+        return self._core
+
+
+def _end_of(error: _ClaimError) -> ClaimEnd:
+    """An error of the worker's as the claim takes it."""
+    match error:
+        case WorkerLost():
+            return ClaimEnd(EndKind.UNREACHABLE, str(error))
+        case WorkerRefused(reason=RefusalReason.STALE_EPOCH):
+            return ClaimEnd(EndKind.CONTESTED, error.reason)
+        case WorkerRefused(reason=RefusalReason.WORKER_LOADING):
+            return ClaimEnd(EndKind.LOADING, error.reason)
+        case WorkerRefused():
+            return ClaimEnd(EndKind.REFUSED, error.reason)
+        case WorkerUnusable() | ResultMismatch():
+            return ClaimEnd(EndKind.REFUSED, str(error))
