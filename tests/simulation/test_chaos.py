@@ -1,6 +1,7 @@
 """Whole runs under random loss, delay, restart, rival claims and cancels; a seed replays a run.
 
-`pytest tests/simulation -k "chaos and 17"` runs seed 17 alone.
+Once with one replica, once with two. `pytest tests/simulation -k "chaos and 17"` runs seed 17
+alone.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tests.simulation.rig import Answer, Rig, request, running
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 
 SEEDS = range(60)
+TWO_REPLICA_SEEDS = range(200, 240)
 
 
 class FlakyWorker(FakeWorker):
@@ -61,6 +63,8 @@ class Run:
 
     requests: list[Request] = field(default_factory=list)
     answers: dict[str, Answer] = field(default_factory=dict)
+    placed: list[set[int]] = field(default_factory=list)
+    """Per replica, the seeds of the requests that its worker was given."""
     attach_count: int = 0
     preemptions: int = 0
     ended_at: float = 0.0
@@ -76,14 +80,14 @@ def draw_request(rng: random.Random, index: int, arrival: float, longest: int) -
         prompt,
         rng.randrange(1, 40),
         arrival=arrival,
-        seed=rng.randrange(1000),
+        seed=1000 * index + rng.randrange(1000),  # names the request in a worker's plans
         stop_token_ids=[rng.randrange(2, VOCABULARY)] if rng.random() < 0.3 else [],
         priority=rng.randrange(-3, 4),
     )
 
 
 async def strike(rig: Rig, worker: FlakyWorker, rng: random.Random) -> None:
-    """Now and then something happens to the worker as a whole."""
+    """Now and then something happens to a worker as a whole."""
     machine = worker.machine
     while True:
         await asyncio.sleep(rng.expovariate(1.0))
@@ -120,18 +124,24 @@ async def leave(rig: Rig, asked: Request, after: float) -> None:
     rig.fleet.finish(asked.request_id, FinishReason.CANCELLED)
 
 
-async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = None) -> Run:
-    rng = random.Random(seed)
+def draw_machine(rng: random.Random, longest: int) -> Machine:
     block_size = rng.choice((1, 3, 4, 16))
-    longest = rng.choice((24, 48, 64))
     least = -(-longest // block_size) + 1
-    machine = Machine(
+    return Machine(
         max_sequence_count=rng.randrange(1, 6),
         max_step_token_count=rng.randrange(6, 40),
         max_sequence_token_count=longest,
         block_count=least + rng.randrange(0, least * 2),
         block_size=block_size,
     )
+
+
+async def simulate(
+    loop: VirtualLoop, seed: int, *, synchronous: bool | None = None, replica_count: int = 1
+) -> Run:
+    rng = random.Random(seed)
+    longest = rng.choice((24, 48, 64))
+    machines = [draw_machine(rng, longest) for _ in range(replica_count)]
     drawn_synchronous = rng.random() < 0.3
     settings = ReplicaSettings(
         scheduling=SchedulingSettings(
@@ -146,33 +156,46 @@ async def simulate(loop: VirtualLoop, seed: int, *, synchronous: bool | None = N
         ),
         check_invariants=True,
     )
-    worker = FlakyWorker(machine, random.Random(seed + 1), rng.choice((0.0, 0.01, 0.05)))
+    workers = [
+        FlakyWorker(machine, random.Random(f"{seed} {number}"), rng.choice((0.0, 0.01, 0.05)))
+        for number, machine in enumerate(machines)
+    ]
     run = Run()
-    async with running(loop, worker, settings, seed) as rig:
-        chaos = rig.group.create_task(strike(rig, worker, random.Random(seed + 2)))
+    async with running(loop, workers, settings, seed) as rig:
+        chaos = [
+            rig.group.create_task(strike(rig, worker, random.Random(f"{seed} strike {number}")))
+            for number, worker in enumerate(workers)
+        ]
         await ask(rig, random.Random(seed + 3), run, longest)
         await asyncio.sleep(20.0)
-        chaos.cancel()
-        await asyncio.wait([chaos])
-        worker.calm = worker.reachable = True
+        for task in chaos:
+            task.cancel()
+        await asyncio.wait(chaos)
+        for worker in workers:
+            worker.calm = worker.reachable = True
         await rig.settled(*run.answers.values())
         await asyncio.sleep(20.0)
-        check_end(rig, worker)
-        run.preemptions = rig.stats().preemptions
-    run.attach_count = worker.attach_count
+        for number, worker in enumerate(workers):
+            check_end(rig, number, worker)
+            run.preemptions += rig.stats(number).preemptions
+            run.attach_count += worker.attach_count
+        assert rig.fleet.ready
+    run.placed = [
+        {added.seed for plan in machine.executed_plans for added in plan.added}
+        for machine in machines
+    ]
     run.ended_at = loop.time()
     return run
 
 
-def check_end(rig: Rig, worker: FlakyWorker) -> None:
+def check_end(rig: Rig, number: int, worker: FlakyWorker) -> None:
     """Nothing runs, nothing is held, nothing was miscounted."""
-    core = rig.core()
+    core = rig.core(number)
     invariants.check(core)
     stats = core.stats()
     assert stats.running == stats.waiting == stats.inflight == 0
     assert stats.submitted == sum(stats.finished.values())
     assert stats.finished[FinishReason.FAULT] == 0
-    assert rig.fleet.ready
     assert not worker.machine.rows, "the worker still holds rows"
 
 
@@ -204,6 +227,25 @@ def test_chaos_loses_nothing(seed: int) -> None:
     run = run_virtual(lambda loop: simulate(loop, seed))
     for asked in run.requests:
         check_answer(asked, run.answers[asked.request_id])
+
+
+@pytest.mark.parametrize("seed", TWO_REPLICA_SEEDS)
+def test_chaos_with_two_replicas_loses_nothing_and_runs_nothing_twice(seed: int) -> None:
+    run = run_virtual(lambda loop: simulate(loop, seed, replica_count=2))
+    for asked in run.requests:
+        check_answer(asked, run.answers[asked.request_id])
+    first, second = run.placed
+    assert not first & second, "a request was in two places"
+
+
+def test_the_two_replica_seeds_use_both() -> None:
+    runs = [
+        run_virtual(lambda loop, seed=seed: simulate(loop, seed, replica_count=2))
+        for seed in TWO_REPLICA_SEEDS[:20]
+    ]
+    for number in (0, 1):
+        assert sum(len(run.placed[number]) for run in runs) > 3 * len(runs)
+    assert sum(run.attach_count for run in runs) > 10 * len(runs)
 
 
 def test_the_seeds_reach_what_they_should() -> None:
