@@ -16,12 +16,12 @@ _DEFAULT_FIRST_WINDOWED_LAYER = 28
 
 def _describe(reader: ConfigReader) -> DecoderSpec:
     return describe_llama_like(
-        reader, QWEN2.architecture, qkv_bias=True, output_bias=False, window_of=_windows(reader)
+        reader, QWEN2.architecture, qkv_bias=True, output_bias=False, window_of=windows(reader)
     )
 
 
-def _windows(reader: ConfigReader) -> Callable[[int], int | None]:
-    """The window of a layer by its index."""
+def windows(reader: ConfigReader) -> Callable[[int], int | None]:
+    """The window of a layer by its index, as Qwen's config.json says it."""
     window = sliding_window(reader) if reader.flag("use_sliding_window", False) else None
     if window is None:
         return lambda layer: None
