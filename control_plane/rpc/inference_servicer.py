@@ -23,8 +23,8 @@ from control_plane.rpc.validation import (
     TextPrompt,
     TokenPrompt,
     check_detokenize,
+    check_empty,
     check_generate,
-    check_list_models,
     check_model,
     check_prompt,
     check_tokenize,
@@ -125,7 +125,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.ListModelsRequest, inference_pb2.ListModelsResponse
         ],
     ) -> inference_pb2.ListModelsResponse:
-        check_list_models(request)
+        check_empty(request)
         model = self._engine.served_model()
         models = [] if model is None else [await self._served_model(model)]
         return inference_pb2.ListModelsResponse(models=models)

@@ -219,8 +219,8 @@ def check_detokenize(
     return token_ids
 
 
-def check_list_models(request: inference_pb2.ListModelsRequest) -> None:
-    """Raises InvalidRequest."""
+def check_empty(request: Message) -> None:
+    """A request that has no fields. Raises InvalidRequest."""
     checker = _Checker()
     checker.known_fields(request)
     checker.raise_if_any()
