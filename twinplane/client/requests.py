@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from operator import index
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from twinplane.client.options import GenerateOptions
 from twinplane.client.values import Message, Prompt
@@ -15,6 +18,8 @@ from twinplane.common.v1.errors_pb2 import ERROR_REASON_INVALID_FIELD
 from twinplane.errors import InvalidRequest, Violation
 from twinplane.grpc.status import reason_name
 from twinplane.inference.v1 import inference_pb2 as pb
+
+_INTEGER_BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 64}
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -26,13 +31,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
     request = pb.GenerateRequest(
         model=_text("model", options.get("model", "")),
-        sampling=types_pb2.SamplingParameters(
-            temperature=options.get("temperature"),
-            top_k=_optional_integer("sampling.top_k", options.get("top_k"), 0, 32),
-            top_p=options.get("top_p"),
-            min_p=options.get("min_p"),
-            seed=_optional_integer("sampling.seed", options.get("seed"), 0, 64),
-        ),
+        sampling=_sampling(options),
         stop=pb.StopConditions(
             max_tokens=_optional_integer("stop.max_tokens", options.get("max_tokens"), 0, 32),
             strings=_stop_strings(options.get("stop", ())),
@@ -100,6 +99,17 @@ def _classify(prompt: Prompt) -> str | pb.Chat | list[int]:
             content=_text(f"{path}.content", message.content),
         )
     return chat
+
+
+def _sampling(options: GenerateOptions) -> types_pb2.SamplingParameters:
+    """The options that are sampling parameters: those that have the name of a field."""
+    values: dict[str, Any] = {}
+    for field in types_pb2.SamplingParameters.DESCRIPTOR.fields:
+        value: Any = options.get(field.name)
+        if value is not None and field.type in _INTEGER_BITS:
+            value = _integer(f"sampling.{field.name}", value, 0, _INTEGER_BITS[field.type])
+        values[field.name] = value
+    return types_pb2.SamplingParameters(**values)
 
 
 def _stop_strings(stop: Sequence[str]) -> list[str]:
