@@ -1,7 +1,7 @@
 """From logits to one token per row.
 
-The order, part of the contract: grammar mask → float32 → greedy argmax, or temperature → min-p →
-top-k → top-p → draw. A row's token depends on its own logits, parameters, seed and position only.
+The order, part of the contract: grammar mask → float32 → greedy argmax or draw; drawing.py has the
+draw's own order. A row's token depends on its own logits, parameters, seed and position only.
 """
 
 from __future__ import annotations

@@ -168,8 +168,8 @@ def test_output_kinds_mean_the_same_on_both_sides(kind: OutputKind) -> None:
 
 
 def test_every_sampling_parameter_of_the_proto_is_one_of_the_core() -> None:
-    names = [field.name for field in types_pb2.SamplingParameters.DESCRIPTOR.fields]
-    assert names == [*(field.name for field in fields(SamplingParams)), "seed"]
+    names = {field.name for field in types_pb2.SamplingParameters.DESCRIPTOR.fields}
+    assert names == {"seed", *(field.name for field in fields(SamplingParams))}
 
 
 def test_the_sampling_of_held_rows_is_read_as_it_was_meant() -> None:

@@ -1,0 +1,22 @@
+"""Every RPC of the contract is served: a servicer's inherited method answers UNIMPLEMENTED."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.descriptor import ServiceDescriptor
+
+from control_plane.rpc.inference_servicer import InferenceServicer
+from twinplane.inference.v1 import inference_pb2
+from twinplane.worker.v1 import model_runner_pb2
+from worker_service.rpc.servicer import ModelRunnerServicer
+
+SERVICERS = (
+    (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer),
+    (model_runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"], ModelRunnerServicer),
+)
+
+
+@pytest.mark.parametrize(("service", "servicer"), SERVICERS)
+def test_every_rpc_has_its_method(service: ServiceDescriptor, servicer: type) -> None:
+    missing = [method.name for method in service.methods if method.name not in vars(servicer)]
+    assert not missing
