@@ -147,6 +147,11 @@ class Ledger:
         if sequence.mask is not None:
             self.ready[sequence.sequence_id] = sequence
 
+    def release(self, sequence: Sequence) -> None:
+        """A SamplePlan names a ready sequence: it may go on behind that."""
+        del self.ready[sequence.sequence_id]
+        sequence.released()
+
     def preempt(self, sequence: Sequence) -> None:
         """Sends a running sequence back to the queue, without row and blocks.
 

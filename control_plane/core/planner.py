@@ -15,7 +15,14 @@ knows how many drafts they accepted (docs/adr/0009).
 from __future__ import annotations
 
 from control_plane.core.ledger import InflightStep, Ledger
-from control_plane.core.plan import AddedSequence, Row, ScheduledRows, StepPlan
+from control_plane.core.plan import (
+    AddedSequence,
+    GrammarMasks,
+    Row,
+    SamplePlan,
+    ScheduledRows,
+    StepPlan,
+)
 from control_plane.core.sequence import Sequence
 
 
@@ -33,6 +40,26 @@ def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
     if not planner.columns.rows and (ledger.inflight or not ledger.released_rows):
         return None
     return planner.finish()
+
+
+def plan_sample(ledger: Ledger) -> SamplePlan | None:
+    """The sampling of those rows that one step holds and whose masks are known.
+
+    Noted in the ledger as in flight; None: there are none.
+    """
+    if not ledger.ready:
+        return None
+    step_id = next(iter(ledger.ready.values())).last_step
+    sequences = [sequence for sequence in ledger.ready.values() if sequence.last_step == step_id]
+    rows = [sequence.row for sequence in sequences]
+    masked = [(sequence.row, sequence.mask) for sequence in sequences if sequence.mask]
+    masks = None
+    if masked:
+        masks = GrammarMasks([row for row, _ in masked], b"".join(mask for _, mask in masked))
+    for sequence in sequences:
+        ledger.release(sequence)
+    ledger.inflight.append(InflightStep(step_id, rows, sequences))
+    return SamplePlan(ledger.epoch, step_id, rows, masks)
 
 
 def _park_last_held(ledger: Ledger) -> bool:

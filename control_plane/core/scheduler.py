@@ -10,15 +10,8 @@ from __future__ import annotations
 from control_plane.core import planner, update
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
-from control_plane.core.ledger import InflightStep, Ledger
-from control_plane.core.plan import (
-    GrammarMasks,
-    Message,
-    SamplePlan,
-    StepPlan,
-    StepResult,
-    WeightVersion,
-)
+from control_plane.core.ledger import Ledger
+from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import rank_of
 from control_plane.core.tokens import Tokens
@@ -91,7 +84,7 @@ class Scheduler:
 
         The sampling of held rows comes before the next step, and whatever is in flight.
         """
-        return self._next_sample() or self.schedule(now)
+        return planner.plan_sample(self._ledger) or self.schedule(now)
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, to be sent before the next call. None: nothing to do, or too many ahead.
@@ -179,26 +172,6 @@ class Scheduler:
     def story(self, sequence_id: SequenceId) -> list[str]:
         """The sequence's last changes of state, oldest first; bounded over all sequences."""
         return self._ledger.story.of([sequence_id])
-
-    def _next_sample(self) -> SamplePlan | None:
-        """The sampling of the held rows of one step whose masks are known."""
-        ledger = self._ledger
-        if not ledger.ready:
-            return None
-        step_id = next(iter(ledger.ready.values())).last_step
-        sequences = [
-            sequence for sequence in ledger.ready.values() if sequence.last_step == step_id
-        ]
-        masked = [(sequence.row, sequence.mask) for sequence in sequences if sequence.mask]
-        for sequence in sequences:
-            sequence.released()
-            del ledger.ready[sequence.sequence_id]
-        rows = [sequence.row for sequence in sequences]
-        ledger.inflight.append(InflightStep(step_id, rows, sequences))
-        masks = None
-        if masked:
-            masks = GrammarMasks([row for row, _ in masked], b"".join(mask for _, mask in masked))
-        return SamplePlan(ledger.epoch, step_id, rows, masks)
 
 
 def _kv_identity(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Mapping
+from dataclasses import replace
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import SequenceOutput
-from control_plane.core.plan import BlockId, Row, StepPlan, StepResult, WeightVersion
+from control_plane.core.plan import BlockId, Message, Row, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import (
+    OutputKind,
     Request,
     RequestId,
     SamplingParams,
@@ -32,6 +34,7 @@ def config(
     waiting: int = 16,
     inflight: int = 1,
     caching: bool = True,
+    drafts: int = 0,
 ) -> SchedulerConfig:
     """Small limits; `blocks` includes the null block."""
     return SchedulerConfig(
@@ -43,6 +46,7 @@ def config(
         max_waiting_count=waiting,
         max_inflight_step_count=inflight,
         enable_prefix_caching=caching,
+        max_draft_token_count=drafts,
     )
 
 
@@ -60,6 +64,7 @@ def request(
     arrival: float = 0.0,
     priority: int = 0,
     salt: str = "",
+    output: OutputKind = OutputKind.SAMPLE,
 ) -> Request:
     return Request(
         request_id=RequestId(name),
@@ -70,6 +75,7 @@ def request(
         arrival=arrival,
         priority=priority,
         cache_salt=salt,
+        output=output,
     )
 
 
@@ -96,14 +102,30 @@ def planned(scheduler: Scheduler, now: float = 0.0) -> StepPlan:
     return plan
 
 
-def result(plan: StepPlan, tokens: Mapping[int, int] | Mapping[Row, int]) -> StepResult:
-    """The result of a plan: a token for each row, in the order given."""
+def result(plan: Message, tokens: Mapping[int, int] | Mapping[Row, int]) -> StepResult:
+    """The result of a message: a token for each row, in the order given."""
     return StepResult(
         epoch=plan.epoch,
         step_id=plan.step_id,
         rows=[Row(row) for row in tokens],
         token_counts=[1] * len(tokens),
         tokens=Tokens(list(tokens.values())),
+    )
+
+
+def held_result(plan: StepPlan, tokens: Mapping[int, int], held: list[int]) -> StepResult:
+    """The result of a step that holds rows."""
+    return replace(result(plan, tokens), held_rows=[Row(row) for row in held])
+
+
+def several_result(plan: StepPlan, tokens: Mapping[int, list[int]]) -> StepResult:
+    """The result of a step whose rows verified drafts: the tokens of each row."""
+    return StepResult(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        rows=[Row(row) for row in tokens],
+        token_counts=[len(ids) for ids in tokens.values()],
+        tokens=Tokens([token for ids in tokens.values() for token in ids]),
     )
 
 

@@ -9,10 +9,20 @@ import pytest
 
 from control_plane.core import invariants
 from control_plane.core.errors import ResultMismatch
-from control_plane.core.events import FinishReason, Usage
+from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import Row, RowFault, StepResult
 from control_plane.core.tokens import Tokens
-from tests.support.core_requests import add, config, name_of, planned, request, result, scheduler_of
+from tests.support.core_requests import (
+    add,
+    config,
+    name_of,
+    planned,
+    request,
+    result,
+    scheduler_of,
+    sequence,
+    several_result,
+)
 
 
 @pytest.mark.parametrize(
@@ -117,3 +127,85 @@ def test_a_result_with_no_plan_in_flight_is_refused() -> None:
     scheduler.update(answered)
     with pytest.raises(ResultMismatch, match="no plan is in flight"):
         scheduler.update(answered)
+
+
+class StopAt:
+    """Completes a stop string with a certain token."""
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+        self.seen: list[int] = []
+
+    def push(self, token_ids: list[int]) -> int | None:
+        self.seen += token_ids
+        return token_ids.index(self._token) + 1 if self._token in token_ids else None
+
+
+def test_a_stop_string_ends_a_sequence_at_the_source() -> None:
+    scheduler = scheduler_of(config(inflight=2))
+    scanner = StopAt(6)
+    add(scheduler, request("a", [1, 2]), scanner)
+    plans = [planned(scheduler), planned(scheduler)]
+    [output] = scheduler.update(result(plans[0], {0: 6}))
+    assert output.tokens.ids == [6]
+    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1))
+    assert scheduler.update(result(plans[1], {0: 7})) == []
+    assert scanner.seen == [6], "nothing is scanned after the match"
+    stats = scheduler.stats()
+    assert (stats.generated_tokens, stats.finished[FinishReason.STOP]) == (1, 1)
+    invariants.check(scheduler)
+
+
+@pytest.mark.parametrize("token", [9, 8, 7])
+def test_a_stop_string_wins_over_an_end_that_comes_with_the_same_token(token: int) -> None:
+    scheduler = scheduler_of(config())
+    asked = request("a", [1, 2], max_tokens=1, stops=frozenset({9}), ends=frozenset({8}))
+    add(scheduler, asked, StopAt(token))
+    [output] = scheduler.update(result(planned(scheduler), {0: token}))
+    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1))
+
+
+def test_a_stop_string_cuts_the_tokens_of_a_step_and_the_scanner_sees_none_behind_an_end() -> None:
+    for match, stops, kept, seen in (
+        (6, frozenset[int](), [5, 6], [5, 6, 7]),
+        (7, frozenset({6}), [5, 6], [5, 6]),
+    ):
+        scheduler = scheduler_of(config(drafts=2))
+        scanner = StopAt(match)
+        add(scheduler, request("a", [1, 2], stops=stops), scanner)
+        scheduler.update(result(planned(scheduler), {0: 3}))
+        plan = planned(scheduler)
+        [output] = scheduler.update(several_result(plan, {0: [5, 6, 7]}))
+        assert output.tokens.ids == kept and scanner.seen == [3, *seen]
+        assert output.finish is not None and output.finish.reason is FinishReason.STOP
+        assert output.finish.usage.completion_tokens == scheduler.stats().generated_tokens == 3
+
+
+def test_columns_beside_the_tokens_are_cut_with_them() -> None:
+    scheduler = scheduler_of(config())
+    for number, name in enumerate("ab"):
+        add(scheduler, request(name, [1, 2], arrival=float(number)))
+    answer = result(planned(scheduler), {0: 5, 1: 6})
+    answer = replace(answer, tokens=Tokens([5, 6], [-0.5, -0.25], [1, 3]))
+    outputs = scheduler.update(answer)
+    assert [output.tokens for output in outputs] == [
+        Tokens([5], [-0.5], [1]),
+        Tokens([6], [-0.25], [3]),
+    ]
+    odd = result(planned(scheduler), {0: 5, 1: 6})
+    with pytest.raises(ResultMismatch, match="different lengths"):
+        scheduler.update(replace(odd, tokens=Tokens([5, 6], [-0.5])))
+
+
+def test_a_mismatch_tells_the_story_of_the_sequences_it_is_about() -> None:
+    scheduler = scheduler_of(config())
+    add(scheduler, request("a", [1, 2]))
+    plan = planned(scheduler)
+    add(scheduler, request("b", [1, 2]))
+    with pytest.raises(ResultMismatch) as refused:
+        scheduler.update(result(plan, {3: 5}))
+    assert refused.value.story == scheduler.story(sequence("a"))
+    assert [line.split(": ", 1)[1] for line in refused.value.story] == [
+        "submitted",
+        "started in row 0, 0 tokens cached",
+    ]
