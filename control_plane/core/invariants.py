@@ -53,7 +53,7 @@ def _check_rows(ledger: Ledger) -> None:
 
 
 def _check_inflight(ledger: Ledger) -> None:
-    steps = [step for step in ledger.inflight if step.scheduled is not None]
+    steps = [step for step in ledger.inflight if step.is_step]
     assert len(steps) == ledger.open_step_count, "open steps are miscounted"
     assert len(steps) <= ledger.config.max_inflight_step_count, "too many plans in flight"
     ids = [step.step_id for step in steps]
@@ -70,7 +70,7 @@ def _check_inflight(ledger: Ledger) -> None:
         assert sequence.pending == expected, f"{name}: pending tokens miscounted"
         if sequence.state is SequenceState.RUNNING:
             assert sequence.ahead == drafts[id(sequence)], f"{name}: drafts miscounted"
-        sent = [step for step in ledger.inflight if step.scheduled is None]
+        sent = [step for step in ledger.inflight if not step.is_step]
         is_sent = any(sequence in step.sequences for step in sent)
         assert is_sent == (sequence.sent_mask is not None), f"{name}: a mask is sent, or is not"
 

@@ -15,7 +15,7 @@ from control_plane.core.admission import Admission
 from control_plane.core.block_pool import BlockPool
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Counters, Finish, FinishReason, Usage
-from control_plane.core.plan import BlockId, Row, ScheduledRows, WeightVersion
+from control_plane.core.plan import BlockId, Row, WeightVersion
 from control_plane.core.prefix_cache import PrefixCache
 from control_plane.core.ranked_list import RankedList
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
@@ -39,8 +39,8 @@ class InflightStep:
     """Drafts that each of `rows` verifies; empty: none does."""
     held_rows: list[Row] = field(default_factory=list)
     """Rows whose logits the step holds: the result brings their names and nothing else."""
-    scheduled: ScheduledRows | None = None
-    """What the step computes; None: the message is a SamplePlan and computes nothing."""
+    is_step: bool = True
+    """Whether the message is a StepPlan. A SamplePlan computes no KV."""
 
 
 class Ledger:
@@ -112,15 +112,15 @@ class Ledger:
         self.waiting.add(sequence)
         self.tell(sequence, "submitted")
 
-    def start(self, sequence: Sequence, step_id: int, hits: list[BlockId]) -> None:
-        """Gives the first waiting sequence a row and its cached prefix, in the plan of a step."""
+    def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
+        """Gives the first waiting sequence a row and its cached prefix."""
         assert sequence is self.waiting.first and not sequence.pending
         self.waiting.remove(sequence)
         self.pool.share(hits)
         hit_count = len(hits) * self.config.block_size
         cached = min(hit_count, sequence.prompt_count)
         self.counters.cached_prompt_tokens += max(0, cached - sequence.furthest)
-        sequence.started(step_id, self.free_rows.pop(), hits, hit_count)
+        sequence.started(self.free_rows.pop(), hits, hit_count)
         self.running.add(sequence)
         self.tell(sequence, f"started in row {sequence.row}, {hit_count} tokens cached")
 
@@ -205,10 +205,9 @@ class Ledger:
         running sequences. Steps in flight may have run or not: what they wrote is dropped.
         """
         if keep_kv:
-            answered = self._answered_counts()
             self.pool.drop_since(self.answered_step_id + 1)
             for sequence in self.running:
-                sequence.rewound(answered[sequence.sequence_id])
+                sequence.rewound()
                 self.cache.register(sequence)
         self.inflight.clear()
         while self.running:
@@ -224,24 +223,6 @@ class Ledger:
 
     def tell(self, sequence: Sequence, event: str) -> None:
         self.story.tell(sequence.sequence_id, self.last_step_id, event)
-
-    def _answered_counts(self) -> dict[SequenceId, int]:
-        """How many tokens of each running sequence were computed by steps that have results.
-
-        The first step in flight that computes for a sequence starts there, or, where drafts were
-        open when it was planned, a little further.
-        """
-        counts = {sequence.sequence_id: sequence.computed for sequence in self.running}
-        holders = {sequence.row: sequence for sequence in self.running}
-        for step in reversed(self.inflight):
-            if step.scheduled is None:
-                continue
-            columns = step.scheduled
-            for row, start in zip(columns.rows, columns.start_positions, strict=True):
-                holder = holders.get(row)
-                if holder is not None and holder.first_step <= step.step_id:
-                    counts[holder.sequence_id] = start
-        return counts
 
     def _vacate(self, sequence: Sequence, state: SequenceState) -> None:
         """Off the running list, out of its row and blocks; what is cached stays cached."""

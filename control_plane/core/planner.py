@@ -58,7 +58,7 @@ def plan_sample(ledger: Ledger) -> SamplePlan | None:
         masks = GrammarMasks([row for row, _ in masked], b"".join(mask for _, mask in masked))
     for sequence in sequences:
         ledger.release(sequence)
-    ledger.inflight.append(InflightStep(step_id, rows, sequences))
+    ledger.inflight.append(InflightStep(step_id, rows, sequences, is_step=False))
     return SamplePlan(ledger.epoch, step_id, rows, masks)
 
 
@@ -124,7 +124,6 @@ class _Planner:
                 sequences=self.sampled,
                 draft_counts=self.draft_counts,
                 held_rows=self.held_rows,
-                scheduled=self.columns,
             )
         )
         removed_rows, ledger.released_rows = ledger.released_rows, []
@@ -215,7 +214,7 @@ class _Planner:
             wanted = -(-len(sequence.token_ids) // block_size) - len(hits)
             if wanted + len(running) > pool.free_count - pool.count_idle(hits):
                 break
-            ledger.start(sequence, self.step_id, hits)
+            ledger.start(sequence, hits)
             ledger.admission.note_start(now)
             self.added.append(
                 AddedSequence(

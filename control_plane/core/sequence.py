@@ -60,8 +60,6 @@ class Sequence:
 
     state: SequenceState = SequenceState.WAITING
     row: Row = NO_ROW
-    first_step: int = 0
-    """The step that added it to its row."""
     last_step: int = 0
     """The last step that computes tokens of it; while it has caught up, the last that samples."""
     blocks: list[BlockId] = field(default_factory=list)
@@ -100,11 +98,10 @@ class Sequence:
         """Whether its tokens are constrained, so that each is sampled by a SamplePlan."""
         return self.request.output is OutputKind.HOLD
 
-    def started(self, step_id: int, row: Row, hits: list[BlockId], hit_count: int) -> None:
+    def started(self, row: Row, hits: list[BlockId], hit_count: int) -> None:
         """It has a row, and its first `hit_count` tokens in blocks of the prefix cache."""
         self.state = SequenceState.RUNNING
         self.row = row
-        self.first_step = step_id
         self.blocks = hits
         self.capacity = self.computed = hit_count
         self.registered = len(hits)
@@ -153,10 +150,15 @@ class Sequence:
         self.pending -= self.held
         self.caught_up = self.steady = self.held = False
 
-    def rewound(self, answered: int) -> None:
-        """Of what it has computed, only this much was by steps whose results came."""
+    def rewound(self) -> None:
+        """Steps in flight count for nothing.
+
+        A generated token is known because the step that computed all before it has been answered;
+        its own KV is the next step's work. As long as a prompt is being computed, each step's full
+        blocks are registered with it: what lies below `registered` is the cache's to judge.
+        """
         self.furthest = max(self.furthest, self.computed)
-        self.computed = answered
+        self.computed = min(self.computed, len(self.token_ids) - 1)
         self.ahead = self.last_step = 0
 
     def lost(self) -> None:

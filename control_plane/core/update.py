@@ -22,7 +22,7 @@ def apply_result(ledger: Ledger, result: StepResult) -> list[SequenceOutput]:
     """
     step = _verify(ledger, result)
     ledger.inflight.popleft()
-    if step.scheduled is not None:
+    if step.is_step:
         ledger.answered_step_id = step.step_id
     if step.draft_counts or result.faults:
         outputs = _take_all(ledger, step, result)
@@ -93,8 +93,8 @@ def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens, draft_count: int) -
 
     Where several come with the same token, the earliest named here is the reason.
     """
-    room = sequence.token_limit - len(sequence.token_ids)
-    ids = chunk.ids[:room]
+    ids, room = chunk.ids, sequence.token_limit - len(sequence.token_ids)
+    assert len(ids) <= room, "drafts were planned beyond the limit"
     reason = FinishReason.LENGTH if len(ids) == room else None
     stop_token_id: int | None = None
     for index, token in enumerate(ids):

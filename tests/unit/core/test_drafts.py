@@ -96,6 +96,14 @@ def test_starts_are_relative_to_open_steps() -> None:
     assert table(plan)[0][4] == [37]
 
 
+def test_starts_are_exact_where_open_steps_have_no_drafts() -> None:
+    scheduler = scheduler_of(config(drafts=2, inflight=2, budget=1))
+    add(scheduler, request("a", [1]))
+    updated(scheduler, result(planned(scheduler), {0: 30}))
+    plans = [planned(scheduler), planned(scheduler)]
+    assert [drafted(plan) for plan in plans] == [[(0, 1, 0, 0)], [(0, 1, 0, 0)]]
+
+
 def test_blocks_cover_the_furthest_start() -> None:
     scheduler = scheduler_of(config(drafts=3, inflight=2, block_size=2))
     decoding(scheduler, [1, 2])
@@ -213,6 +221,15 @@ def test_a_preempted_row_takes_all_tokens_in_flight() -> None:
     assert [output.tokens.ids for output in outputs] == [[31], [41, 42]]
     updated(scheduler, several_result(plans[1], {0: [32]}))
     assert list(scheduler.ledger.sequences[sequence("b")].token_ids) == [7, 40, 41, 42]
+
+
+def test_generated_tokens_are_cached_while_their_request_still_runs() -> None:
+    scheduler = scheduler_of(config(drafts=3, block_size=2))
+    decoding(scheduler, [1, 2])
+    updated(scheduler, several_result(planned(scheduler), {0: [31, 32, 33, 34]}))
+    add(scheduler, request("b", [1, 2, 30, 31, 32, 33, 34, 9]))
+    plan = planned(scheduler)  # grows a, and with that offers its blocks
+    assert table(plan)[0][5] and plan.added[0].computed_token_count == 6
 
 
 def test_full_blocks_of_accepted_drafts_are_cached() -> None:

@@ -18,6 +18,7 @@ from tests.support.core_requests import (
     config,
     held_result,
     name_of,
+    planned,
     request,
     result,
     scheduler_of,
@@ -184,6 +185,23 @@ def test_a_preempted_row_takes_the_token_that_was_being_sampled() -> None:
     assert fourth.removed_rows == [1], "and then h's"
     [output] = scheduler.update(result(sample, {1: 3}))
     assert (name_of(output), output.tokens.ids) == ("h", [3])
+
+
+def test_a_row_that_is_preempted_between_its_mask_and_its_sampling_waits_like_any_other() -> None:
+    scheduler = scheduler_of(config(blocks=5, block_size=2, longest=8))
+    add(scheduler, request("a", [1, 2, 3]))
+    add(scheduler, request("h", [7], arrival=1.0, output=HOLD))
+    scheduler.update(held_result(stepped(scheduler), {0: 40}, [1]))
+    scheduler.sample(sequence("h"), MASK)
+    for token in (41, 42, 43):
+        scheduler.update(result(planned(scheduler), {0: token}))  # steps only: no mask is sent
+    plan = planned(scheduler)
+    assert plan.removed_rows == [1] and scheduler.stats().waiting == 1
+    invariants.check(scheduler)
+    scheduler.finish(sequence("a"), FinishReason.CANCELLED)
+    scheduler.update(result(plan, {0: 44}))
+    assert list(stepped(scheduler).added[0].token_ids) == [7]
+    assert sampled(scheduler).masks == GrammarMasks([Row(0)], MASK)
 
 
 def test_a_loss_forgets_the_hold_but_not_what_was_allowed() -> None:
