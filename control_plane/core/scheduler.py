@@ -129,7 +129,7 @@ class Scheduler:
         ledger.lose_worker(keep_kv=keep_kv)
         ledger.attach(config, epoch, weight_version, keep_kv=keep_kv)
         sequences = list(ledger.waiting)
-        for serial, sequence in enumerate(sequences, start=-len(sequences)):
+        for serial, sequence in enumerate(sequences):
             request = sequence.request
             sequence.rank = rank_of(request, serial, config.ageing_seconds)
             sequence.token_limit = ledger.admission.token_limit(

@@ -107,7 +107,6 @@ class Sequence:
         self.registered = len(hits)
         if self.cached_prompt_count is None:
             self.cached_prompt_count = min(hit_count, self.prompt_count)
-        self.furthest = max(self.furthest, hit_count)
 
     def planned(self, step_id: int, end: int) -> None:
         """A plan computes its tokens up to position `end`, exclusive, drafts not counted."""

@@ -169,6 +169,16 @@ def test_held_rows_in_the_way_of_everybody_make_room_and_start_again_with_their_
     assert sampled(scheduler).step_id == 4
 
 
+def test_the_last_of_the_held_makes_room_first() -> None:
+    scheduler = scheduler_of(config(rows=2))
+    for number, name in enumerate(("h", "i")):
+        add(scheduler, request(name, [1, number], output=HOLD, arrival=float(number)))
+    scheduler.update(held_result(stepped(scheduler), {}, [0, 1]))
+    add(scheduler, request("s", [6], arrival=2.0))
+    assert stepped(scheduler).removed_rows == [1]
+    assert scheduler.stats().preemptions == 1, "and no more of them than has to"
+
+
 def test_a_preempted_row_takes_the_token_that_was_being_sampled() -> None:
     scheduler = scheduler_of(config(rows=2, blocks=4, block_size=2, longest=6, inflight=3))
     add(scheduler, request("a", [1, 2], max_tokens=4))

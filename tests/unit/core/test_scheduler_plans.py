@@ -298,6 +298,17 @@ def test_resync_starts_everybody_again_with_the_token_log() -> None:
     assert [added.computed_token_count for added in plan.added] == [0, 0]
 
 
+def test_what_is_computed_again_is_counted_apart() -> None:
+    scheduler = scheduler_of(config())
+    add(scheduler, request("a", [1, 2, 3, 4, 5]))
+    scheduler.update(result(planned(scheduler), {0: 40}))
+    scheduler.update(result(planned(scheduler), {0: 41}))
+    scheduler.resync(config(), 8, WEIGHTS)
+    planned(scheduler)  # five prompt tokens, one generated, and one that never was computed
+    stats = scheduler.stats()
+    assert (stats.prompt_tokens, stats.recomputed_tokens) == (5, 6)
+
+
 def test_after_a_resync_prefixes_are_hashed_anew() -> None:
     scheduler = scheduler_of(config())
     add(scheduler, request("a", [1, 2, 3, 4, 5, 6, 7]))
