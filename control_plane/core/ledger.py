@@ -2,7 +2,7 @@
 
 Every method is one move that keeps the books balanced (see invariants): it moves the pool, the
 cache, the lists and the counts together, and a sequence's own counters by that sequence's methods.
-What should move is decided in scheduler.py and update.py.
+What should move is decided in planner.py and update.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from control_plane.core.story import Story
 
 
 @dataclass(frozen=True, slots=True)
-class InflightStep:
+class InflightMessage:
     """What the result of a message must bring: tokens or a fault for each of `rows`, in order.
 
     Sequences are held themselves, not looked up by row: by the time the result comes, the row may
@@ -73,8 +73,8 @@ class Ledger:
         self.admission = Admission(config)
         self.last_step_id = 0
         self.answered_step_id = 0
-        """All steps up to this one have their results."""
-        self.inflight: deque[InflightStep] = deque()
+        """The last step whose result has come; all before it have theirs."""
+        self.inflight: deque[InflightMessage] = deque()
         self.ready: dict[SequenceId, Sequence] = {}
         """Held, and it is known which tokens are allowed: a SamplePlan may name them."""
         self.free_rows = [Row(row) for row in range(config.max_sequence_count - 1, -1, -1)]
@@ -127,12 +127,11 @@ class Ledger:
     def grow(self, sequence: Sequence, count: int) -> list[BlockId]:
         """Appends blocks, which the caller knows to be free, to a block table. Returns them."""
         blocks = self.pool.allocate(count)
-        sequence.blocks += blocks
-        sequence.capacity += count * self.config.block_size
+        sequence.grown(blocks, count * self.config.block_size)
         return blocks
 
     def allow(self, sequence: Sequence, mask: bytes) -> None:
-        """It is known which tokens may come next for a sequence that holds."""
+        """It is known which tokens may come next in a sequence that holds."""
         assert sequence.holds, f"sequence {sequence.sequence_id} is not constrained"
         assert sequence.mask is None and sequence.sent_mask is None, "told twice for one token"
         sequence.mask = mask
@@ -142,8 +141,7 @@ class Ledger:
             self.waiting.add(sequence)
 
     def hold(self, sequence: Sequence) -> None:
-        """The worker will hold a sequence that has reached its end; it may be known already what is
-        allowed."""
+        """The next step holds a sequence. Which tokens are allowed may be known already."""
         if sequence.mask is not None:
             self.ready[sequence.sequence_id] = sequence
 

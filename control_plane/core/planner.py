@@ -14,7 +14,7 @@ knows how many drafts they accepted (docs/adr/0009).
 
 from __future__ import annotations
 
-from control_plane.core.ledger import InflightStep, Ledger
+from control_plane.core.ledger import InflightMessage, Ledger
 from control_plane.core.plan import (
     AddedSequence,
     GrammarMasks,
@@ -58,7 +58,7 @@ def plan_sample(ledger: Ledger) -> SamplePlan | None:
         masks = GrammarMasks([row for row, _ in masked], b"".join(mask for _, mask in masked))
     for sequence in sequences:
         ledger.release(sequence)
-    ledger.inflight.append(InflightStep(step_id, rows, sequences, is_step=False))
+    ledger.inflight.append(InflightMessage(step_id, rows, sequences, is_step=False))
     return SamplePlan(ledger.epoch, step_id, rows, masks)
 
 
@@ -118,7 +118,7 @@ class _Planner:
             ledger.cache.register(sequence)
         ledger.last_step_id = self.step_id
         ledger.inflight.append(
-            InflightStep(
+            InflightMessage(
                 step_id=self.step_id,
                 rows=self.sampled_rows,
                 sequences=self.sampled,

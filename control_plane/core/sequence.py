@@ -108,15 +108,21 @@ class Sequence:
         if self.cached_prompt_count is None:
             self.cached_prompt_count = min(hit_count, self.prompt_count)
 
+    def grown(self, blocks: list[BlockId], token_count: int) -> None:
+        """It has more blocks, for so many tokens."""
+        self.blocks += blocks
+        self.capacity += token_count
+
     def planned(self, step_id: int, end: int) -> None:
-        """A plan computes its tokens up to position `end`, exclusive, drafts not counted."""
+        """A plan computes its tokens up to position `end`, exclusive. Drafts are not counted."""
         self.computed = end
         self.last_step = step_id
 
     def reached_end(self, *, steady: bool, draft_count: int = 0) -> None:
-        """The plan computes its last token, and drafts behind it: a result will bring tokens.
+        """The plan computes its last token, and so many drafts behind it.
 
-        A sequence that holds is held now, and its token comes with a SamplePlan's result.
+        The result will bring its next tokens. If the sequence holds, it is held from now on, and
+        the result of a SamplePlan will bring the token.
         """
         self.caught_up = True
         self.held = self.holds
@@ -140,7 +146,7 @@ class Sequence:
             self.ahead -= draft_count
 
     def vacated(self, state: SequenceState) -> None:
-        """Its row and its blocks are gone. Tokens in flight may still come, held ones never."""
+        """Its row and its blocks are gone. Tokens in flight may still come, but no held one."""
         self.state = state
         self.furthest = max(self.furthest, self.computed)
         self.row = NO_ROW

@@ -1,10 +1,10 @@
-"""What a step's result does to the sequences that asked for it."""
+"""What a result does to the sequences that wait for it."""
 
 from __future__ import annotations
 
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason, SequenceOutput
-from control_plane.core.ledger import InflightStep, Ledger
+from control_plane.core.ledger import InflightMessage, Ledger
 from control_plane.core.plan import RowFault, StepResult
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.tokens import Tokens
@@ -37,7 +37,9 @@ def apply_result(ledger: Ledger, result: StepResult) -> list[SequenceOutput]:
     return outputs
 
 
-def _take_one_each(ledger: Ledger, step: InflightStep, result: StepResult) -> list[SequenceOutput]:
+def _take_one_each(
+    ledger: Ledger, step: InflightMessage, result: StepResult
+) -> list[SequenceOutput]:
     """The outputs of a step in which every row got one token: flat, as it runs for every row."""
     outputs: list[SequenceOutput] = []
     add_output = outputs.append
@@ -60,7 +62,7 @@ def _take_one_each(ledger: Ledger, step: InflightStep, result: StepResult) -> li
     return outputs
 
 
-def _take_all(ledger: Ledger, step: InflightStep, result: StepResult) -> list[SequenceOutput]:
+def _take_all(ledger: Ledger, step: InflightMessage, result: StepResult) -> list[SequenceOutput]:
     """The outputs of a step whose rows got different numbers of tokens, or faulted."""
     faulted = {fault.row for fault in result.faults}
     draft_counts = step.draft_counts or [0] * len(step.rows)
@@ -79,7 +81,7 @@ def _take_all(ledger: Ledger, step: InflightStep, result: StepResult) -> list[Se
     return outputs
 
 
-def _faulted(step: InflightStep, faults: list[RowFault]) -> list[tuple[Sequence, RowFault]]:
+def _faulted(step: InflightMessage, faults: list[RowFault]) -> list[tuple[Sequence, RowFault]]:
     """The faults and whose they are, in the step's order."""
     if not faults:
         return []
@@ -113,7 +115,7 @@ def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens, draft_count: int) -
     return SequenceOutput(sequence.sequence_id, chunk.head(len(ids)), finish)
 
 
-def _verify(ledger: Ledger, result: StepResult) -> InflightStep:
+def _verify(ledger: Ledger, result: StepResult) -> InflightMessage:
     if not ledger.inflight:
         raise ResultMismatch(f"step {result.step_id} has a result, but no plan is in flight", [])
     step = ledger.inflight[0]
@@ -124,7 +126,7 @@ def _verify(ledger: Ledger, result: StepResult) -> InflightStep:
     return step
 
 
-def _problem(epoch: int, step: InflightStep, result: StepResult) -> str | None:
+def _problem(epoch: int, step: InflightMessage, result: StepResult) -> str | None:
     """What is wrong with a result as the answer to a step."""
     if (result.epoch, result.step_id) != (epoch, step.step_id):
         return (
