@@ -73,6 +73,7 @@ class EchoWorker:
             max_sequence_token_count=self._length,
             max_prompt_token_count=self._length,
             max_inflight_step_count=4,
+            features=frozenset(),
             rank_count=1,
             device="echo",
         )

@@ -98,7 +98,7 @@ class Telemetry(Collector):
 
     def __init__(self, version: str) -> None:
         self._version = version
-        self._replicas: dict[str, ReplicaTelemetry] = {}
+        self.replicas: dict[str, ReplicaTelemetry] = {}
         self._rpcs: Counter[tuple[str, str]] = Counter()
         self._first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(_INTER_TOKEN_SECONDS)
@@ -119,9 +119,9 @@ class Telemetry(Collector):
         `stats` gives its core's own counts at every scrape; None while it has no core.
         """
         name = str(number)
-        assert name not in self._replicas, "two replicas of one number"
-        self._replicas[name] = ReplicaTelemetry(stats)
-        return self._replicas[name]
+        assert name not in self.replicas, "two replicas of one number"
+        self.replicas[name] = ReplicaTelemetry(stats)
+        return self.replicas[name]
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token `seconds` after it arrived."""
@@ -139,12 +139,12 @@ class Telemetry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape."""
-        stats = {number: replica.stats() for number, replica in self._replicas.items()}
+        stats = {number: replica.stats() for number, replica in self.replicas.items()}
         yield from _collect_cores({n: known for n, known in stats.items() if known is not None})
         build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
-        yield from _collect_workers(self._replicas)
+        yield from _collect_workers(self.replicas)
         rpcs = CounterMetricFamily(
             "twinplane_rpcs", "RPCs by method and status code.", labels=("method", "code")
         )

@@ -32,6 +32,7 @@ from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+_FEATURE_PREFIX = "FEATURE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
 _ROW_FAULT_KIND_PREFIX = "ROW_FAULT_KIND_"
 
@@ -135,6 +136,9 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
         max_sequence_token_count=limits.max_sequence_token_count,
         max_prompt_token_count=limits.max_prompt_token_count,
         max_inflight_step_count=limits.max_inflight_step_count,
+        features=frozenset(
+            _short(info_pb2.Feature, feature, _FEATURE_PREFIX) for feature in info.features
+        ),
         rank_count=max(ranks.tensor_size, 1) * max(ranks.pipeline_size, 1),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
     )
@@ -198,6 +202,6 @@ def _output_kind_to_pb(kind: OutputKind) -> step_pb2.OutputKind:
 
 
 def _short(enum: EnumTypeWrapper, number: int, prefix: str) -> str:
-    """DATA_TYPE_FLOAT32 as float32; a number of a newer contract as its digits."""
+    """DEVICE_KIND_CPU as cpu; a number of a newer contract as its digits."""
     value = enum.DESCRIPTOR.values_by_number.get(number)
     return value.name.removeprefix(prefix).lower() if value is not None else str(number)

@@ -25,7 +25,6 @@ from control_plane.shell.engine import (
     EngineError,
     EngineLost,
     ServedModel,
-    VocabularyMismatch,
 )
 from control_plane.shell.ports import Clock, Metrics, Worker
 from control_plane.shell.replica import Replica, ReplicaSettings
@@ -204,7 +203,7 @@ class Fleet:
         for place, number in enumerate(order(loads)):
             try:
                 self.replicas[number].add(sequence_id, request, stream.scanner)
-            except (QueueFull, RequestTooLong, VocabularyMismatch) as error:
+            except (QueueFull, RequestTooLong, EngineError) as error:
                 if place == 0:
                     refusal = error
             else:

@@ -10,13 +10,17 @@ from typing import Protocol
 from control_plane.core.events import Stats
 from control_plane.core.plan import Message, StepResult, WeightVersion
 
+HELD_SAMPLING = "held_sampling"
+"""The feature that a request with masks needs."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What the control plane uses of a worker's capability, all of it.
 
-    `rank_count`: how many workers execute a plan together with this one, itself included. `device`
-    is for people.
+    `features` are the contract's names in lower case, those that this controller does not know
+    too. `rank_count`: how many workers execute a plan together with this one, itself included.
+    `device` is for people.
     """
 
     worker_id: str
@@ -30,6 +34,7 @@ class WorkerInfo:
     max_sequence_token_count: int
     max_prompt_token_count: int
     max_inflight_step_count: int
+    features: frozenset[str]
     rank_count: int
     device: str
 

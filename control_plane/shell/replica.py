@@ -30,11 +30,12 @@ from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.placement import Load
 from control_plane.core.plan import StepResult
-from control_plane.core.request import Request, SequenceId, StopScanner
+from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import (
+    HELD_SAMPLING,
     Attachment,
     Clock,
     Metrics,
@@ -145,6 +146,8 @@ class Replica:
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
+        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self._attached_features():
+            raise EngineLost("the worker can't hold a row until its mask is known")
         self._core.add(sequence_id, request, scanner)
         self._wake.set()
 
@@ -175,7 +178,7 @@ class Replica:
         reader = asyncio.create_task(self._read_results())
         try:
             while True:
-                await self._send_plans()
+                await self._send_messages()
                 await self._wake.wait()
                 self._wake.clear()
                 self._take_results()
@@ -184,7 +187,7 @@ class Replica:
             await asyncio.wait([reader])
 
     async def _read_results(self) -> None:
-        """Puts results, and what ended them, into the inbox; plans in flight bound it."""
+        """Puts results, and what ended them, into the inbox; what is in flight bounds it."""
         try:
             while True:
                 self._inbox.append(await self._worker.receive())
@@ -193,15 +196,15 @@ class Replica:
             self._inbox.append(error)
             self._wake.set()
 
-    async def _send_plans(self) -> None:
+    async def _send_messages(self) -> None:
         core = self._scheduler()
         while True:
             started = self._clock()
-            plan = core.schedule(started)
+            message = core.next_message(started)
             self._planning_seconds += self._clock() - started
-            if plan is None:
+            if message is None:
                 break
-            await self._worker.send(plan)
+            await self._worker.send(message)
         if self._settings.check_invariants and not core.has_work:
             invariants.check(core)
 
@@ -273,8 +276,8 @@ class Replica:
         elif before.weight_version.digest != info.weight_version.digest:
             why = "the worker came back with other weights"
             self._listener.fail(self, why, mid_stream_only=True)
-        kv_kept = False  # KEEP_KV
-        outputs = self._core.resync(config, info.epoch, info.weight_version)
+        kv_kept = self._only_disconnected and attachment.has_kv_of(last)
+        outputs = self._core.resync(config, info.epoch, info.weight_version, keep_kv=kv_kept)
         self._listener.deliver(outputs, self._clock())
         return kv_kept
 
@@ -328,6 +331,9 @@ class Replica:
         """Whether a worker is there, or was until shortly ago."""
         state = self._claim.state(self._clock())
         return state in (ClaimState.ATTACHED, ClaimState.LOST)
+
+    def _attached_features(self) -> frozenset[str]:
+        return frozenset() if self._attachment is None else self._attachment.info.features
 
     def _sequence_count(self) -> int:
         stats = self.stats()

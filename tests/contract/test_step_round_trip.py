@@ -193,6 +193,7 @@ def test_a_capability_means_the_same_to_the_control_plane() -> None:
     for name in ("sequence", "step_token", "sequence_token", "prompt_token", "inflight_step"):
         limit = f"max_{name}_count"
         assert getattr(got, limit) == getattr(capability.limits, limit)
+    assert got.features == {feature.name.lower() for feature in capability.features}
     assert got.rank_count == capability.ranks.tensor[1] * capability.ranks.pipeline[1]
 
 

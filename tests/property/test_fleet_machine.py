@@ -168,17 +168,25 @@ class FleetMachine(RuleBasedStateMachine):
                     assert self.owner[f"r{added.seed - 1}"] == number
 
     def teardown(self) -> None:
-        if hasattr(self, "rig"):
-            for worker in self.workers:
-                worker.reachable = True
-            deadline = self.loop.time() + ENOUGH_SECONDS
-            while self._is_busy():
-                assert self.loop.time() < deadline, "a request does not end, or a row is not freed"
-                self.wait(1.0)
-            self._check_ends()
+        try:
+            if hasattr(self, "rig") and not self.session.done():
+                self._settle()
+                self._check_ends()
+        finally:
             self.over.set()
-            self.loop.run_until_complete(self.session)
-        self.runner.close()
+            if hasattr(self, "session") and not self.session.done():
+                self.loop.run_until_complete(self.session)
+            self.runner.close()
+
+    def _settle(self) -> None:
+        """Nothing goes wrong any more, and everything ends."""
+        for worker in self.workers:
+            worker.reachable = True
+        deadline = self.loop.time() + ENOUGH_SECONDS
+        while self._is_busy():
+            assert self.loop.time() < deadline, "a request does not end, or a row is not freed"
+            self.wait(1.0)
+        self.wait(1.0)  # for the clients
 
     def _check_ends(self) -> None:
         for name, asked in self.requests.items():

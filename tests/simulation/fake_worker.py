@@ -75,6 +75,8 @@ class Machine:
     block_size: int = 4
     digest: str = "a" * 64
     vocabulary_size: int = VOCABULARY
+    generation: int = 1
+    features: frozenset[str] = frozenset()
     incarnation: int = 1
     epoch: int = 0
     last_step: int = 0
@@ -105,12 +107,13 @@ class Machine:
             epoch=epoch,
             model_name="fake",
             vocabulary_size=self.vocabulary_size,
-            weight_version=WeightVersion(1, self.digest),
+            weight_version=WeightVersion(self.generation, self.digest),
             max_sequence_count=self.max_sequence_count,
             max_step_token_count=self.max_step_token_count,
             max_sequence_token_count=self.max_sequence_token_count,
             max_prompt_token_count=self.max_sequence_token_count,
             max_inflight_step_count=4,
+            features=self.features,
             rank_count=1,
             device="simulated:0",
         )

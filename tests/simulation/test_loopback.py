@@ -22,6 +22,7 @@ from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
 from tests.support.provoked_runner import ProvokedRunner
+from tests.support.wire import Wire
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import RowFault, RowFaultKind, StepPlan
 from worker_service.facade import WorkerFacade
@@ -196,6 +197,29 @@ async def test_a_worker_that_dies_and_returns_continues_token_for_token(tmp_path
             assert fleet.ready
 
 
+async def test_a_reset_connection_keeps_the_kv() -> None:
+    """The worker lives on: what it has answered is not computed again, and no token changes."""
+    expected = await alone()
+    async with (
+        facade(latency=SimulatedLatency(step=0.004)) as worker,
+        server(worker) as address,
+        Wire(int(address.rpartition(":")[2])) as wire,
+    ):
+        port = GrpcWorker(f"127.0.0.1:{wire.port}", controller_id="test")
+        async with driven(port, SchedulingSettings()) as fleet:
+            task = asyncio.create_task(generate(fleet, list(PROMPTS)))
+            await _until(lambda: _generated(fleet) >= 40)
+            wire.reset()
+            assert await task == expected
+            assert worker.worker_info().epoch == 2
+            stats = fleet.replicas[0].stats()
+        assert stats is not None
+        in_flight = 2
+        last_blocks = LIMITS.max_sequence_count * (8 - 1 + in_flight)
+        prompt_chunks = in_flight * LIMITS.max_step_token_count
+        assert stats.recomputed_tokens <= last_blocks + prompt_chunks
+
+
 async def test_two_claims_the_older_is_fenced() -> None:
     async with facade() as worker, server(worker) as address:
         first = GrpcWorker(address, controller_id="first")
@@ -204,6 +228,7 @@ async def test_two_claims_the_older_is_fenced() -> None:
         later = await second.attach()
         assert later.info.epoch == claimed.info.epoch + 1
         assert later.info.incarnation_id == claimed.info.incarnation_id
+        assert later.previous_epoch == claimed.info.epoch
         with pytest.raises(WorkerRefused) as refused:
             await first.attach(epoch=later.info.epoch)
         assert refused.value.reason == "STALE_EPOCH"

@@ -1,4 +1,4 @@
-"""A TCP connection that a test can cut, as a network does: without a word to either end."""
+"""TCP connections that a test can cut, as a network does: without a word to either end."""
 
 from __future__ import annotations
 
@@ -22,12 +22,17 @@ class Wire:
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    def reset(self) -> None:
+        """Resets every connection that is open."""
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.transport.abort()
+
     def cut(self) -> None:
         """Resets every connection, and accepts no more."""
         assert self._server is not None
         self._server.close()
-        for writer in self._writers:
-            writer.transport.abort()
+        self.reset()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)

@@ -28,6 +28,7 @@ from control_plane.rpc.convert import (
     result_from_pb,
     sample_to_pb,
 )
+from control_plane.shell.ports import HELD_SAMPLING
 from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 from worker_service.domain import plan as domain
@@ -229,12 +230,14 @@ def test_capability_and_pool() -> None:
                 data_type=info_pb2.DATA_TYPE_BFLOAT16,
             ),
             limits=info_pb2.Limits(max_sequence_count=8, max_inflight_step_count=4),
+            features=[info_pb2.FEATURE_HELD_SAMPLING, 99],
             ranks=info_pb2.RankCoordinates(tensor_size=4, pipeline_size=2),
         )
     )
     assert (info.worker_id, info.incarnation_id, info.epoch) == ("w", "i", 4)
     assert info.device == "cuda:1 H200"
     assert info.max_sequence_count == 8
+    assert info.features == {HELD_SAMPLING, "99"}, "an unknown feature is no error"
     assert info.rank_count == 8
     assert info_from_pb(info_pb2.WorkerInfo()).rank_count == 1
     pool = pool_from_pb(info_pb2.MemoryPool(block_count=10, block_token_count=16))
