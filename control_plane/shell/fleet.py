@@ -64,6 +64,7 @@ class Fleet:
         on_readiness: Callable[[bool], None],
         served_model_name: str | None = None,
     ) -> None:
+        assert workers, "a fleet without workers"
         self._metrics = metrics
         self._on_readiness = on_readiness
         self._served_model_name = served_model_name

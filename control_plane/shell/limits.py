@@ -1,5 +1,4 @@
-"""What may run at once: the worker's limits, the pool's, and the configured ones, whichever is
-smallest."""
+"""What may run at once: the smallest of the worker's limits, the pool's and the configured ones."""
 
 from __future__ import annotations
 

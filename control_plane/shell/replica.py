@@ -143,10 +143,14 @@ class Replica:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
         if self._core is None or self._model is None or not self._can_queue():
             raise EngineLost("no worker is attached")
+        assert self._attachment is not None
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self._attached_features():
+        if (
+            request.output is OutputKind.HOLD
+            and HELD_SAMPLING not in self._attachment.info.features
+        ):
             raise EngineLost("the worker can't hold a row until its mask is known")
         self._core.add(sequence_id, request, scanner)
         self._wake.set()
@@ -214,14 +218,11 @@ class Replica:
             if isinstance(event, Exception):
                 raise event
             self._claim.received_result()
-            self._deliver(event)
-
-    def _deliver(self, result: StepResult) -> None:
-        now = self._clock()
-        self._listener.deliver(self._scheduler().update(result), now)
-        control_seconds = self._planning_seconds + self._clock() - now
-        self._planning_seconds = 0.0
-        self._metrics.step_finished(result.executed_seconds, control_seconds)
+            now = self._clock()
+            self._listener.deliver(self._scheduler().update(event), now)
+            control_seconds = self._planning_seconds + self._clock() - now
+            self._planning_seconds = 0.0
+            self._metrics.step_finished(event.executed_seconds, control_seconds)
 
     # --- the claim ----------------------------------------------------------------------------
 
@@ -291,7 +292,8 @@ class Replica:
             self._only_disconnected = end.kind is EndKind.UNREACHABLE
             self._metrics.worker_lost()
             self._listener.changed(self)
-        self._log_end(end, error, verdict)
+        if verdict.loudness is not Loudness.SILENT:
+            _log_end(end, error, verdict, self.number, self._sequence_count())
         if verdict.give_up_requests:
             _logger.error(
                 "requests given up: no worker could execute them",
@@ -309,31 +311,10 @@ class Replica:
             self._listener.fail(self, "the worker is gone")
         await asyncio.sleep(delay)
 
-    def _log_end(self, end: ClaimEnd, error: _ClaimError, verdict: Verdict) -> None:
-        if verdict.loudness is Loudness.SILENT:
-            return
-        contested = end.kind is EndKind.CONTESTED
-        details: dict[str, Field] = {
-            "replica": self.number,
-            "error": str(error),
-            "retry_seconds": round(verdict.retry_after, 3),
-            "sequence_count": self._sequence_count(),
-        }
-        if isinstance(error, ResultMismatch):
-            details["story"] = "; ".join(error.story)
-        _logger.log(
-            logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
-            "another controller claimed the worker" if contested else "no worker",
-            extra=fields(**details),
-        )
-
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
         state = self._claim.state(self._clock())
         return state in (ClaimState.ATTACHED, ClaimState.LOST)
-
-    def _attached_features(self) -> frozenset[str]:
-        return frozenset() if self._attachment is None else self._attachment.info.features
 
     def _sequence_count(self) -> int:
         stats = self.stats()
@@ -357,3 +338,22 @@ def _end_of(error: _ClaimError) -> ClaimEnd:
             return ClaimEnd(EndKind.REFUSED, error.reason)
         case WorkerUnusable() | ResultMismatch():
             return ClaimEnd(EndKind.REFUSED, str(error))
+
+
+def _log_end(
+    end: ClaimEnd, error: _ClaimError, verdict: Verdict, replica: int, sequence_count: int
+) -> None:
+    details: dict[str, Field] = {
+        "replica": replica,
+        "error": str(error),
+        "retry_seconds": round(verdict.retry_after, 3),
+        "sequence_count": sequence_count,
+    }
+    if isinstance(error, ResultMismatch):
+        details["story"] = "; ".join(error.story)
+    contested = end.kind is EndKind.CONTESTED
+    _logger.log(
+        logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
+        "another controller claimed the worker" if contested else "no worker",
+        extra=fields(**details),
+    )
