@@ -9,11 +9,10 @@ them; a plan that does not fit is refused with PLAN_MISMATCH.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from control_plane.core.plan import AddedSequence, StepPlan, StepResult, WeightVersion
+from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import (
     Attachment,
@@ -23,6 +22,7 @@ from control_plane.shell.ports import (
     WorkerLost,
     WorkerRefused,
 )
+from tests.support.plan_interpreter import PlanInterpreter, PlanRefused, WorkerRow
 
 VOCABULARY = 97
 _MODULUS = 1_000_003
@@ -51,16 +51,6 @@ def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0) -> list[in
 
 
 @dataclass(slots=True, eq=False)
-class _Row:
-    tokens: list[int]
-    blocks: list[int]
-    computed: int
-    seed: int
-    sampled_step: int = 0
-    sampled: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class Machine:
     """The worker's process: survives a lost connection, KV and all; `restart` is its death and a
     new life.
@@ -80,16 +70,23 @@ class Machine:
     incarnation: int = 1
     epoch: int = 0
     last_step: int = 0
-    rows: dict[int, _Row] = field(default_factory=dict)
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     executed_plans: list[StepPlan] = field(default_factory=list)
+    _plans: PlanInterpreter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._plans = PlanInterpreter(self.block_size)
+
+    @property
+    def rows(self) -> dict[Row, WorkerRow]:
+        return self._plans.rows
 
     def restart(self) -> None:
         """A new life: the claim, the rows and the KV are gone."""
         self.incarnation += 1
         self.epoch = 0
         self.last_step = 0
-        self.rows.clear()
+        self._plans.rows.clear()
         self.kv.clear()
 
     def claim(self, epoch: int) -> Attachment:
@@ -100,7 +97,7 @@ class Machine:
             )
         previous_epoch, self.epoch = self.epoch, epoch
         self.last_step = 0
-        self.rows.clear()
+        self._plans.rows.clear()
         info = WorkerInfo(
             worker_id="fake",
             incarnation_id=str(self.incarnation),
@@ -131,69 +128,37 @@ class Machine:
             )
         self.last_step = plan.step_id
         self.executed_plans.append(plan)
-        for row in plan.removed_rows:
-            _require(row in self.rows, f"removed row {row} is free")
-            del self.rows[row]
-        for added in plan.added:
-            self._add(added)
         _require(sum(plan.scheduled.token_counts) <= self.max_step_token_count, "step budget")
-        scheduled = plan.scheduled
-        literals, blocks = deque(scheduled.literal_tokens), deque(scheduled.appended_blocks)
+        for added in plan.added:
+            _require(0 <= added.row < self.max_sequence_count, "row in range")
+        try:
+            runs = self._plans.apply(plan)
+        except PlanRefused as refused:
+            raise WorkerRefused(RefusalReason.PLAN_MISMATCH, str(refused)) from None
         result = StepResult(plan.epoch, plan.step_id, [], [], Tokens([]))
-        _require(len(set(scheduled.rows)) == len(scheduled.rows), "rows are distinct")
-        for row_id, start, count, distance, literal_count, block_count in zip(
-            scheduled.rows,
-            scheduled.start_positions,
-            scheduled.token_counts,
-            scheduled.source_step_distances,
-            scheduled.literal_token_counts,
-            scheduled.appended_block_counts,
-            strict=True,
-        ):
-            row = self.rows[row_id]
-            _require(start == row.computed, f"row {row_id} starts at {start}, is {row.computed}")
-            row.blocks += [blocks.popleft() for _ in range(block_count)]
-            if distance:
-                _require(row.sampled_step == plan.step_id - distance, "source step")
-                row.tokens.append(row.sampled)
-            for offset in range(literal_count):
-                token = literals.popleft()
-                if start + offset < len(row.tokens):
-                    row.tokens[start + offset] = token
-                else:
-                    row.tokens.append(token)
-            end = start + count
-            _require(end <= len(row.tokens), f"row {row_id} has {len(row.tokens)} of {end} tokens")
-            _require(end <= self.max_sequence_token_count, "sequence length")
-            _require(end <= len(row.blocks) * self.block_size, f"row {row_id} lacks blocks")
-            for position in range(start, end):
-                self._write(row, position)
-            row.computed = end
-            if end == len(row.tokens):
-                row.sampled = sample(self._read(row, end - 1), row.seed)
-                row.sampled_step = plan.step_id
-                result.rows.append(row_id)  # type: ignore[arg-type]
-                result.token_counts.append(1)
-                result.tokens.ids.append(row.sampled)
-        _require(not literals and not blocks, "columns fit")
+        for run in runs:
+            _require(run.end <= self.max_sequence_token_count, "sequence length")
+            for position in range(run.start, run.end):
+                self._write(run.row, position)
+            self._plans.computed(run)
+            if run.reaches_end:
+                tokens = self._plans.sample(plan.step_id, run, self._sample)
+                result.rows.append(run.delta.number)
+                result.token_counts.append(len(tokens))
+                result.tokens.ids.extend(tokens)
         return result
 
-    def _add(self, added: AddedSequence) -> None:
-        _require(added.row not in self.rows, f"added row {added.row} is taken")
-        _require(0 <= added.row < self.max_sequence_count, "row in range")
-        _require(0 <= added.computed_token_count < len(added.token_ids), "computed count")
-        self.rows[added.row] = _Row(
-            list(added.token_ids), list(added.block_ids), added.computed_token_count, added.seed
-        )
+    def _sample(self, row: WorkerRow) -> int:
+        return sample(self._read(row, len(row.tokens) - 1), row.seed)
 
-    def _write(self, row: _Row, position: int) -> None:
+    def _write(self, row: WorkerRow, position: int) -> None:
         state = self._read(row, position - 1) if position else 0
         self.kv[self._slot(row, position)] = advance(state, row.tokens[position])
 
-    def _read(self, row: _Row, position: int) -> int:
+    def _read(self, row: WorkerRow, position: int) -> int:
         return self.kv.get(self._slot(row, position), -1)
 
-    def _slot(self, row: _Row, position: int) -> tuple[int, int]:
+    def _slot(self, row: WorkerRow, position: int) -> tuple[int, int]:
         block = row.blocks[position // self.block_size]
         _require(0 < block < self.block_count, f"block {block} in range")
         return block, position % self.block_size

@@ -73,7 +73,7 @@ class ScheduledRows:
 
     @property
     def sure_counts(self) -> IntColumn:
-        """How many of each row's scheduled tokens are no drafts, int32 [rows]."""
+        """How many scheduled tokens each row has without its drafts, int32 [rows]."""
         counts = self.token_counts
         return counts - self.draft_counts if self.draft_counts.size else counts
 

@@ -94,13 +94,14 @@ class RequestState:
 
     def put_drafts(self, rows: IntColumn, counts: IntColumn, drafts: IntColumn) -> None:
         """Writes drafts behind the rows' tokens, `counts` of each, flat in `drafts`; all int32.
-        They are no tokens of the rows."""
+        They do not count as tokens yet."""
         repeated = np.repeat(rows, counts)
         self.token_ids[repeated, self.known_counts[repeated] + _ranges(counts)] = drafts
 
     def accept_drafts(self, rows: IntColumn, counts: IntColumn, step_id: int) -> None:
-        """So many drafts of each row, from the first, are its tokens and have their KV. The others
-        leave the row. Once for each row that verified drafts in the step, after `advance`."""
+        """Makes the first `counts` drafts of each row its tokens; their KV is written. The other
+        drafts leave the row. Once for each row that verified drafts in the step, after `advance`.
+        """
         self.known_counts[rows] += counts
         self.computed_counts[rows] += counts
         self._accepted.record(rows, step_id, counts)
