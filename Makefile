@@ -20,7 +20,7 @@ REVISION ?=
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness check lint breaking format protos bench against lock clean
+.PHONY: help setup run model test exactness check lint breaking format protos bench against lock clean mutation
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -52,6 +52,9 @@ test: lint model  ## everything CI runs
 
 exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 	$(BIN)/python -m tests.exactness $(ARGS)
+
+mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
+	$(BIN)/python -m tests.mutation $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not model and not gpu' $(QUICK_TESTS) $(ARGS)

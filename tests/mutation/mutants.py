@@ -1,0 +1,218 @@
+"""The planted bugs: each is a slip that somebody could make, in one place of the control core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CORE = Path("control_plane/core")
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """`old`, which stands once in `file` of the core, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+
+    def plant(self, tree: Path) -> None:
+        """Changes the file in a copy of the tree. Raises ValueError unless `old` is there once."""
+        path = tree / CORE / self.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} stands {text.count(self.old)} times")
+        path.write_text(text.replace(self.old, self.new), encoding="utf-8")
+
+
+MUTANTS = (
+    # Admission and order.
+    Mutant(
+        "longest-prompt", "admission.py", "max_sequence_token_count - 1", "max_sequence_token_count"
+    ),
+    Mutant("one-more-waits", "admission.py", "waiting_count >= self", "waiting_count > self"),
+    Mutant(
+        "limit-ignores-prompt",
+        "admission.py",
+        "min(prompt_count + max_tokens",
+        "min(max_tokens + 1",
+    ),
+    Mutant(
+        "priority-upside-down",
+        "sequence.py",
+        "return (request.priority +",
+        "return (-request.priority +",
+    ),
+    Mutant(
+        "ageing-forgotten",
+        "sequence.py",
+        "request.arrival / ageing_seconds",
+        "0.0 * ageing_seconds",
+    ),
+    # The pool and the cache.
+    Mutant(
+        "release-in-order", "block_pool.py", "for block in reversed(blocks)", "for block in blocks"
+    ),
+    Mutant("evict-newest", "block_pool.py", "popitem(last=False)", "popitem(last=True)"),
+    Mutant(
+        "evicted-still-cached", "block_pool.py", "                self._cache.forget(block)\n", ""
+    ),
+    Mutant("hash-without-parent", "prefix_cache.py", "sha256(parent + tokens)", "sha256(tokens)"),
+    Mutant(
+        "hash-without-salt",
+        "prefix_cache.py",
+        "+ encoded + self._weight_digest",
+        "+ self._weight_digest",
+    ),
+    Mutant("hash-without-weights", "prefix_cache.py", "encoded + self._weight_digest", "encoded"),
+    Mutant(
+        "hit-takes-last-token",
+        "prefix_cache.py",
+        "(len(sequence.token_ids) - 1) // self._block_size",
+        "len(sequence.token_ids) // self._block_size",
+    ),
+    Mutant(
+        "registers-unknown",
+        "prefix_cache.py",
+        "min(len(sequence.token_ids), sequence.computed)",
+        "sequence.computed",
+    ),
+    Mutant(
+        "registers-uncomputed",
+        "prefix_cache.py",
+        "min(len(sequence.token_ids), sequence.computed)",
+        "len(sequence.token_ids)",
+    ),
+    # Planning.
+    Mutant(
+        "hit-within-the-plan",
+        "planner.py",
+        "        self.chunked.append(sequence)\n",
+        "        self.ledger.cache.register(sequence)\n",
+    ),
+    Mutant("budget-not-spent", "planner.py", "        self.budget -= end - start\n", ""),
+    Mutant(
+        "prompt-starves-the-rest",
+        "planner.py",
+        "most = max(1, budget - (len(running) - index - 1))",
+        "most = budget",
+    ),
+    Mutant(
+        "starts-while-tokens-fly",
+        "planner.py",
+        "            if sequence.pending:\n                break\n",
+        "",
+    ),
+    Mutant(
+        "starts-without-room-to-grow",
+        "planner.py",
+        "if wanted + len(running) > pool.free_count - pool.count_idle(hits)",
+        "if wanted > pool.free_count",
+    ),
+    Mutant(
+        "samples-past-the-limit",
+        "planner.py",
+        "if start == sequence.token_limit - 1:",
+        "if start == sequence.token_limit:",
+    ),
+    Mutant(
+        "wrong-source-step",
+        "planner.py",
+        "add_distance(step_id - sequence.last_step)",
+        "add_distance(1)",
+    ),
+    Mutant(
+        "preempts-who-it-makes-room-for",
+        "planner.py",
+        "if len(ledger.running) <= index + 1:",
+        "if len(ledger.running) <= index:",
+    ),
+    Mutant(
+        "drafts-past-the-limit",
+        "planner.py",
+        "min(self.max_draft_count, room - 1, most - 1)",
+        "min(self.max_draft_count, most - 1)",
+    ),
+    Mutant("drafts-off-budget", "planner.py", "self.budget -= 1 + draft_count", "self.budget -= 1"),
+    Mutant(
+        "open-start-said-exact",
+        "planner.py",
+        "ledger.open_step_count if sequence.ahead else 0",
+        "0",
+    ),
+    Mutant(
+        "blocks-for-the-least-start",
+        "planner.py",
+        "start, furthest = sequence.computed, sequence.computed + sequence.ahead",
+        "start = furthest = sequence.computed",
+    ),
+    Mutant(
+        "held-go-on",
+        "planner.py",
+        "                elif not sequence.held:\n",
+        "                else:\n",
+    ),
+    Mutant(
+        "removal-forgotten",
+        "planner.py",
+        "removed_rows, ledger.released_rows = ledger.released_rows, []",
+        "removed_rows = []",
+    ),
+    # What results do.
+    Mutant("end-one-late", "update.py", "ids = ids[: index + 1]", "ids = ids[: index + 2]"),
+    Mutant(
+        "own-stop-token-unnamed",
+        "update.py",
+        "token if token in sequence.request.stop.stop_token_ids else None",
+        "None",
+    ),
+    Mutant("tokens-after-a-stop-string", "update.py", "            ids = ids[:count]\n", ""),
+    Mutant(
+        "accepted-not-computed",
+        "sequence.py",
+        "self.computed += len(token_ids) - 1",
+        "self.computed += 0",
+    ),
+    Mutant("drafts-stay-open", "sequence.py", "            self.ahead -= draft_count\n", ""),
+    Mutant(
+        "faulty-blocks-stay-cached",
+        "ledger.py",
+        "                    self.cache.forget(block)\n",
+        "                    pass\n",
+    ),
+    Mutant(
+        "over-still-counted", "ledger.py", "        del self.sequences[sequence.sequence_id]\n", ""
+    ),
+    # Losses.
+    Mutant(
+        "unanswered-blocks-trusted",
+        "ledger.py",
+        "self.pool.drop_since(self.answered_step_id + 1)",
+        "self.pool.drop_since(self.last_step_id + 1)",
+    ),
+    Mutant(
+        "lost-tokens-awaited",
+        "sequence.py",
+        "        self.pending = self.last_step = 0\n",
+        "        self.last_step = 0\n",
+    ),
+    Mutant(
+        "told-mask-lost",
+        "sequence.py",
+        "self.mask, self.sent_mask = self.sent_mask, None\n\n\n",
+        "self.sent_mask = None\n\n\n",
+    ),
+    Mutant(
+        "old-length-kept",
+        "scheduler.py",
+        "if len(sequence.token_ids) >= sequence.token_limit",
+        "if len(sequence.token_ids) > sequence.token_limit",
+    ),
+    Mutant(
+        "rewinds-too-little",
+        "sequence.py",
+        "min(self.computed, len(self.token_ids) - 1)",
+        "self.computed",
+    ),
+)
