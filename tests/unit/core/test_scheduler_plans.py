@@ -319,9 +319,11 @@ def test_after_a_resync_prefixes_are_hashed_anew() -> None:
     assert planned(scheduler).added[0].computed_token_count == 6
 
 
-def test_resync_ends_what_a_smaller_worker_cannot_hold() -> None:
+@pytest.mark.parametrize("length", [8, 10])
+def test_resync_ends_what_a_smaller_worker_cannot_hold(length: int) -> None:
+    """A sequence that fills it exactly, too: there is no room for another token."""
     scheduler = scheduler_of(config())
-    add(scheduler, request("a", [1] * 10))
+    add(scheduler, request("a", [1] * length))
     add(scheduler, request("b", [1] * 3))
     [output] = scheduler.resync(config(longest=8), 8, WEIGHTS)
     assert name_of(output) == "a" and output.finish is not None
