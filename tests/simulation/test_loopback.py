@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -13,6 +14,7 @@ import grpc
 import pytest
 
 from bench.inprocess import InProcessWorker
+from control_plane.core.plan import Message as PlanMessage
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
@@ -129,11 +131,31 @@ async def test_in_process_tokens_do_not_depend_on_the_schedule(
             assert await generate(fleet, list(PROMPTS)) == await alone()
 
 
+class SteppedWorker(InProcessWorker):
+    """Tells the device thread which plan was the last to be sent."""
+
+    def __init__(self, worker: WorkerFacade) -> None:
+        super().__init__(worker)
+        self._last_sent = 0
+        self._sent = threading.Condition()
+
+    async def send(self, message: PlanMessage) -> None:
+        await super().send(message)
+        with self._sent:
+            self._last_sent = message.step_id
+            self._sent.notify_all()
+
+    def wait_sent(self, step_id: int) -> None:
+        with self._sent:
+            assert self._sent.wait_for(lambda: self._last_sent >= step_id, timeout=60)
+
+
 async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> None:
     """The plan behind the fault already names the faulted step as the row's source."""
     expected = await alone()
     faulted: list[int] = []
     behind: list[bool] = []
+    steppers: list[SteppedWorker] = []
 
     def provoke(plan: StepPlan) -> list[RowFault]:
         """Once, the first of the rows of which two decode."""
@@ -144,15 +166,16 @@ async def test_a_faulted_row_ends_its_request_and_costs_nobody_else_a_step() -> 
         if decoding.size < 2:
             return []
         faulted.append(int(decoding[0]))
+        steppers[0].wait_sent(plan.step_id + 1)
         return [RowFault(faulted[0], RowFaultKind.INVALID_LOGITS, "NaN")]
 
     answers: dict[str, Answer] = {}
     names = list(PROMPTS)
-    async with (
-        facade(latency=SimulatedLatency(step=0.004), provoke=provoke) as worker,
-        driven(InProcessWorker(worker), SchedulingSettings()) as fleet,
-        asyncio.TaskGroup() as group,
-    ):
+    async with AsyncExitStack() as stack:
+        worker = await stack.enter_async_context(facade(provoke=provoke))
+        steppers.append(SteppedWorker(worker))
+        fleet = await stack.enter_async_context(driven(steppers[0], SchedulingSettings()))
+        group = await stack.enter_async_context(asyncio.TaskGroup())
         for name in names:
             stream, answers[name] = TokenStream(), Answer()
             fleet.submit(request(name, PROMPTS[name], COUNT, arrival=time.monotonic()), stream)
