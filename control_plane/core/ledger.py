@@ -23,7 +23,7 @@ from control_plane.core.sequence import Sequence, SequenceState, rank_of
 from control_plane.core.story import Story
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class InflightMessage:
     """What the result of a message must bring: tokens or a fault for each of `rows`, in order.
 

@@ -43,10 +43,14 @@ class AddedSequence:
     computed_token_count: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ScheduledRows:
     """Parallel columns; `literal_tokens`, `appended_blocks` and `literal_drafts` are flat over all
-    rows. The columns about drafts are empty where no row has any."""
+    rows. The columns about drafts are empty where no row has any.
+
+    The planner fills the columns. After that nobody changes them. The class is not frozen only
+    because freezing so many fields costs more than scheduling a row.
+    """
 
     rows: list[Row] = field(default_factory=list)
     start_positions: list[int] = field(default_factory=list)

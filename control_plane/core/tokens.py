@@ -90,6 +90,8 @@ class Tokens:
     @property
     def is_parallel(self) -> bool:
         """Whether every column is as long as `ids`."""
+        if self.is_plain:
+            return True
         columns = (self.logprobs, self.ranks, self.top, self.weight_generations)
         return all(column is None or len(column) == len(self.ids) for column in columns)
 

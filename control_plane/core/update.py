@@ -28,12 +28,8 @@ def apply_result(ledger: Ledger, result: StepResult) -> list[SequenceOutput]:
         outputs = _take_all(ledger, step, result)
     else:
         outputs = _take_one_each(ledger, step, result)
-    for sequence, fault in _faulted(step, result.faults):
-        if sequence.state is not SequenceState.OVER:
-            finish = ledger.end(
-                sequence, FinishReason.FAULT, detail=f"{fault.kind}: {fault.detail}"
-            )
-            outputs.append(SequenceOutput(sequence.sequence_id, Tokens([]), finish))
+    if result.faults:
+        outputs += _end_faulted(ledger, step, result.faults)
     return outputs
 
 
@@ -81,13 +77,18 @@ def _take_all(ledger: Ledger, step: InflightMessage, result: StepResult) -> list
     return outputs
 
 
-def _faulted(step: InflightMessage, faults: list[RowFault]) -> list[tuple[Sequence, RowFault]]:
-    """The faults and whose they are, in the step's order."""
-    if not faults:
-        return []
+def _end_faulted(
+    ledger: Ledger, step: InflightMessage, faults: list[RowFault]
+) -> list[SequenceOutput]:
+    """Ends the sequences of faulted rows, in the step's order."""
     by_row = {fault.row: fault for fault in faults}
-    rows = zip(step.rows, step.sequences, strict=True)
-    return [(sequence, by_row[row]) for row, sequence in rows if row in by_row]
+    outputs = []
+    for row, sequence in zip(step.rows, step.sequences, strict=True):
+        if row in by_row and sequence.state is not SequenceState.OVER:
+            detail = f"{by_row[row].kind}: {by_row[row].detail}"
+            finish = ledger.end(sequence, FinishReason.FAULT, detail=detail)
+            outputs.append(SequenceOutput(sequence.sequence_id, Tokens([]), finish))
+    return outputs
 
 
 def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens, draft_count: int) -> SequenceOutput:
