@@ -110,7 +110,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
                 address=address, metrics_port=metrics_port, model=model_name, worker=config.worker
             ),
         )
-        # What is loaded now stays: the collector need not walk it again in the middle of a step.
+        # What is loaded now stays, so the collector need not walk it again in the middle of a step.
         gc.freeze()
         return await _run_until_stopped(fleet, signals, config.drain_grace_seconds)
 

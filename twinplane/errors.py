@@ -28,8 +28,8 @@ class TwinplaneError(Exception):
     """Base of all. `reason` and `metadata` are the server's ErrorInfo, empty when it sent none: the
     reason is a name of twinplane.common.v1.ErrorReason without the prefix, e.g. QUEUE_FULL.
 
-    `retry_after` is in seconds: how long the server asks to be left alone before another attempt,
-    None when it says nothing.
+    `retry_after` is how many seconds the server asks to wait before another attempt; None when it
+    does not say.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class TwinplaneError(Exception):
 
 
 class InvalidRequest(TwinplaneError):
-    """The request is wrong, whatever the server's state. `violations` say where."""
+    """The request is wrong, in any state of the server. `violations` say where."""
 
 
 class ModelNotFound(TwinplaneError):
@@ -57,7 +57,7 @@ class ModelNotFound(TwinplaneError):
 
 
 class Overloaded(TwinplaneError):
-    """The server refuses for want of room. Without `retry_after`, a limit no wait will lift."""
+    """The server has no room for the request. Without `retry_after`, waiting does not help."""
 
 
 class Unavailable(TwinplaneError):

@@ -78,7 +78,7 @@ async def _load(facade: WorkerFacade) -> None:
         await facade.load()
     except (StartupError, ModelError, LoadError) as error:
         _logger.error("cannot load", extra=fields(reason=str(error)))
-    except Exception:  # whatever a model's files make a loader raise: the worker ends, and says why
+    except Exception:  # bad model files can raise anything: the worker says why, and ends
         _logger.exception("cannot load")
     else:
         if facade.lifecycle.state is LifecycleState.ACTIVE:
@@ -129,7 +129,7 @@ def _worker_id(config: WorkerConfig) -> str:
 
 
 class _ProgressLog:
-    """Logs what loading does, once a second at most: a load has a line for every layer.
+    """Logs the progress of a load, at most once a second, because every layer reports a line.
 
     Called on the device thread. `clock` gives seconds.
     """

@@ -1,7 +1,8 @@
-"""The one thread that owns the device: work goes in, in order, and comes back as futures.
+"""The one thread that owns the device: it takes work in order, and futures bring the outcomes.
 
-Work is launched and collected. A device that computes by itself is handed the next piece while it
-still computes the last; one that computes at launch, as the CPU does, is collected at once.
+Work is launched first and collected later. A device that computes by itself, as a GPU does, gets
+the next piece of work while it still computes the last. One that computes at launch, as the CPU
+does, is collected at once.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-# How often a device that computes by itself is asked, while no new work comes.
+# How often we look whether a device that computes by itself is done, while no new work comes.
 _POLL_SECONDS = 100e-6
 
 
@@ -25,7 +26,7 @@ class Pending(Protocol[T_co]):
     """Work that was launched."""
 
     def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return at once."""
         ...
 
     def result(self) -> T_co:
@@ -74,13 +75,13 @@ class DeviceThread:
     def start_pending(
         self, launch: Callable[[], Pending[T]], finished: Callable[[], None] = lambda: None
     ) -> asyncio.Future[T]:
-        """Queues work. `finished` is called on the loop when it is over, whoever still waits.
+        """Queues work. `finished` is called on the loop when it is over, even if nobody waits.
 
-        Cancelling the future forgets the outcome and no more: started work runs.
+        Cancelling the future drops the outcome and nothing else: the work still runs.
         """
         assert not self._closed, "work after close"
         future: asyncio.Future[T] = self._loop.create_future()
-        # Whoever waited may be gone; an outcome that nobody reads is no news.
+        # Perhaps nobody waits any more. Reading the error keeps asyncio from reporting it unread.
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._jobs.put(_Job(launch, future, finished))
         return future
@@ -109,7 +110,7 @@ class DeviceThread:
                 continue
             try:
                 launched.append((job, job.launch()))
-            except Exception as error:  # the thread's boundary: it belongs to whoever waits
+            except Exception as error:  # the thread's boundary: the future gets the error
                 while launched:  # outcomes keep their order
                     self._collect(*launched.popleft())
                 self._post(_deliver, job, None, error)

@@ -1,8 +1,8 @@
-"""The worker's face towards any transport: sole owner of the runner and of the thread it runs on.
+"""What every transport talks to: the sole owner of the runner and of the thread that it runs on.
 
-Everything here happens on the event loop and none of it waits for the device; the order and the
-idempotency are the StepLog's, on the device thread. gRPC is one transport of
-this; tests and benchmarks use it directly.
+Everything here runs on the event loop, and nothing here blocks it. StepLog keeps order and
+idempotency, on the device thread. gRPC is one transport; tests and benchmarks call the facade
+directly.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's capability, whose it is and which claim holds it (epoch 0: none yet)."""
+    """A worker's capability, its identity, and the epoch of the claim that holds it (0: none)."""
 
     capability: Capability
     worker_id: str
@@ -58,7 +58,7 @@ class Pipeline:
 
 @dataclass(slots=True, eq=False)
 class _Loaded:
-    """What exists once the runner is built. `room` bounds what waits for the device."""
+    """What exists once the runner is built. `room` bounds how much work waits for the device."""
 
     log: StepLog
     room: asyncio.Semaphore
@@ -66,8 +66,8 @@ class _Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a claim answers: the worker, the contract version to speak, and the epoch of the claim
-    before it; 0: there was none."""
+    """The answer to a claim: the worker, the contract version to speak, and the epoch of the claim
+    before it (0: there was none)."""
 
     worker_info: WorkerInfo
     contract_version: int
@@ -110,7 +110,7 @@ class WorkerFacade:
         self._loaded = _Loaded(
             StepLog(runner, self._clock), asyncio.Semaphore(limits.max_inflight_step_count)
         )
-        if self.lifecycle.can_move(LifecycleState.ACTIVE):  # else it drains already
+        if self.lifecycle.can_move(LifecycleState.ACTIVE):  # otherwise it drains already
             self.lifecycle.move(LifecycleState.ACTIVE)
 
     async def attach(
@@ -118,9 +118,9 @@ class WorkerFacade:
     ) -> Claim:
         """Claims the worker.
 
-        Older epochs are fenced at once, plans that wait for the device included; the answer comes
-        when the running step is over and the batch is cleared. Raises StaleEpoch, also when a
-        newer claim overtakes this one, ContractMismatch, PlanInvalid or RunnerFailed.
+        Older epochs are fenced at once, and with them their plans that still wait for the device.
+        This returns when the running step is over and the batch is cleared. Raises StaleEpoch
+        (also when a newer claim overtakes this one), ContractMismatch, PlanInvalid or RunnerFailed.
         """
         log = self._require_loaded().log
         version = _shared_version(minimum_version, maximum_version)
@@ -151,14 +151,14 @@ class WorkerFacade:
     async def submit_sample(
         self, plan: SamplePlan, pipeline: Pipeline | None = None
     ) -> asyncio.Future[StepResult]:
-        """Queues the sampling of held rows, as `submit` does a plan."""
+        """Queues the sampling of held rows, as `submit` queues a plan."""
         arrived = self._clock()
         return await self._enqueue_step(
             plan.epoch, pipeline, lambda log: log.launch_sample(plan, arrived)
         )
 
     def worker_info(self) -> WorkerInfo:
-        """What the worker is and who claims it."""
+        """What the worker is and which claim holds it."""
         capability = self._require_loaded().log.runner.capability()
         return WorkerInfo(capability, self._worker_id, self._incarnation_id, self._claimed_epoch)
 
@@ -168,7 +168,7 @@ class WorkerFacade:
         return await (await self._enqueue(log.runner.memory_pool))
 
     def drain(self) -> None:
-        """Accepts nothing more; what is queued is still executed. Idempotent."""
+        """Accepts no more work. What is queued is still executed. Idempotent."""
         if self.lifecycle.can_move(LifecycleState.DRAINING):
             self.lifecycle.move(LifecycleState.DRAINING)
 

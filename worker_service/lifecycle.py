@@ -3,7 +3,7 @@
     LOADING ──▶ ACTIVE ◀──▶ FAILED        any but BROKEN ──▶ DRAINING
        └──────────┴───────────┴──▶ BROKEN  (DRAINING too)
 
-FAILED belongs to one epoch: the runner raised what it should not, and every plan is refused until a
+FAILED lasts for one epoch: the runner raised an unexpected error, and every plan is refused until a
 new claim resets it. BROKEN is final: loading or a reset failed, and only a new process helps.
 """
 
@@ -41,7 +41,7 @@ _NEXT: dict[LifecycleState, frozenset[LifecycleState]] = {
 
 
 class Lifecycle:
-    """The current state and whoever waits for it to change. Used on the event loop only."""
+    """The current state, and a way to wait for its change. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._state = LifecycleState.LOADING
@@ -63,7 +63,7 @@ class Lifecycle:
         return state in _NEXT[self._state]
 
     async def changed_from(self, seen: LifecycleState) -> LifecycleState:
-        """Waits until the state is another than `seen`; states in between may be missed."""
+        """Waits until the state differs from `seen`; states in between may be missed."""
         while self._state is seen:
             await self._changed.wait()
         return self._state

@@ -1,7 +1,7 @@
 """`python -m worker_service.probe`: what a worker finds on this machine, as one JSON object.
 
-For `twinplane doctor`, as a process of its own: it imports torch, compiles the CPU kernels unless
-they are there, and may take long or die.
+`twinplane doctor` runs it as a process of its own, because it imports torch, compiles the CPU
+kernels unless they are there, and may take long or die.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MODEL = {
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The answer. Of a thing and its error one is empty.
+    """The answer. Of each pair of a thing and its error, one is empty.
 
-    `refusals`: for each executor why it can't run here, None when it can.
+    `refusals` says for each executor why it can't run here; None when it can.
     """
 
     threads: int
@@ -99,7 +99,7 @@ def _probe_torch(threads: int) -> _Torch:
 
 
 def _refusals(device: str, threads: int) -> dict[str, str | None]:
-    """What each executor says of a small model in the device's usual number format."""
+    """Why each executor refuses a small model in the device's usual number format, if it does."""
     import torch
 
     from worker_service.domain.capability import DataType, Limits

@@ -1,7 +1,7 @@
 """The step contract's bookkeeping around a runner: order and idempotency.
 
-Lives on the device thread and knows no other. Every refusal leaves both the log and the runner as
-they were. Which rows are held is the runner's to know.
+It is used on the device thread; only what says so is safe from others. A refusal leaves the log and
+the runner unchanged. The runner, not the log, knows which rows are held.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _logger = logging.getLogger(__name__)
 
 
 class LoggedStep:
-    """A launched step; a PendingStep whose result has its timings and is kept.
+    """A launched step: a PendingStep whose result has timings and is kept.
 
-    `arrived` is when the request reached the worker, `launched` when the device was given the step,
-    in the clock's seconds.
+    `arrived` is when the request reached the worker, `launched` is when the device was given the
+    step. Both are in the clock's seconds.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class LoggedStep:
         self._result: StepResult | None = None
 
     def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return at once."""
         return self._result is not None or self._pending.is_ready()
 
     def result(self) -> StepResult:
@@ -85,7 +85,7 @@ class _Sampling:
 
 
 class StepLog:
-    """Launches the steps of one epoch after another on the runner it owns.
+    """Launches steps on the runner that it owns, one epoch after another.
 
     `arrived` is when the request reached the worker, in the clock's seconds.
     """
@@ -103,7 +103,7 @@ class StepLog:
 
     @property
     def failed(self) -> bool:
-        """Whether the runner raised what it should not in this epoch. Safe from any thread."""
+        """Whether the runner raised an unexpected error in this epoch. Safe from any thread."""
         return self._failed
 
     @property
@@ -119,14 +119,14 @@ class StepLog:
         self._next_step_id = 1
         try:
             self.runner.reset()
-        except Exception as error:  # as in _guard; without a reset there is nothing to go on from
+        except Exception as error:  # as in _guard; without a reset the worker can't go on
             self._failed = self._broken = True
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
 
     def launch(self, plan: StepPlan, arrived: float) -> LoggedStep:
-        """Launches a plan, or answers again for one that was launched.
+        """Launches a plan, or returns the step of one that was launched before.
 
         Raises any Precondition, PlanInvalid, or RunnerFailed.
         """
@@ -150,7 +150,7 @@ class StepLog:
         return logged
 
     def launch_sample(self, plan: SamplePlan, arrived: float) -> LoggedStep:
-        """Launches the sampling of held rows, or answers again for one that was launched.
+        """Launches the sampling of held rows, or returns the step of one that was launched before.
 
         Raises StaleEpoch, RowNotHeld, StepConflict, PlanInvalid or RunnerFailed.
         """
@@ -178,9 +178,9 @@ class StepLog:
     def collect(
         self, pending: PendingStep, step_id: int, arrived: float, launched: float
     ) -> StepResult:
-        """Waits for a launched step; its result with timings. Raises RunnerFailed."""
+        """Waits for a launched step; returns its result with timings. Raises RunnerFailed."""
         result = self._guard(pending.result, step_id)
-        # A step that was launched behind another began when that one was over.
+        # A step that was launched behind another started on the device when that one was over.
         started = max(launched, self._last_collected)
         self._last_collected = self._clock()
         return replace(
@@ -218,7 +218,7 @@ class StepLog:
             return execute()
         except WorkerError:
             raise
-        except Exception as error:  # whatever a model can raise ends the epoch, not the process
+        except Exception as error:  # any error of a model ends the epoch, not the process
             self._failed = True
             _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
             raise RunnerFailed(f"step {step_id} failed: {type(error).__name__}") from error

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True, slots=True)
 class ThreadCount:
-    """A number of threads, at least 1, and for people where it comes from."""
+    """A number of threads, at least 1, and a text that tells people where it comes from."""
 
     count: int
     source: str
@@ -24,10 +24,10 @@ class ThreadCount:
 def resolve_threads(
     setting: int | None, *, root: Path = Path("/"), processors: Collection[int] | None = None
 ) -> ThreadCount:
-    """The setting; without one a thread for each core, within the container's CPU quota.
+    """The setting or, without one, a thread for each core within the container's CPU quota.
 
-    `root` is where proc and sys are mounted. `processors` are the numbers of those that this
-    process may use, by default its affinity mask. Both are there for tests.
+    `root` is where proc and sys are mounted. `processors` are the numbers of the processors that
+    this process may use, by default its affinity mask. Both arguments are there for tests.
     """
     if setting is not None:
         return ThreadCount(setting, "the setting `threads`")
@@ -79,7 +79,7 @@ def _quota_of(group: Path) -> float | None:
         period = _read(group / "cpu.cfs_period_us")
     try:
         return float(quota) / float(period) if float(quota) > 0 else None
-    except (ValueError, ZeroDivisionError):  # "max", no such file, or nothing that we know
+    except (ValueError, ZeroDivisionError):  # "max", no such file, or an unknown format
         return None
 
 

@@ -3,7 +3,7 @@
 The hot path adds to plain numbers; families are built only when somebody scrapes. Everything lives
 in one Telemetry with its own registry: nothing is global, so two of them in one process never mix.
 All of it is used on the event loop's thread. Telemetry and ReplicaTelemetry implement the protocols
-of control_plane.shell.ports. What speaks of a replica has the label `replica`, its number.
+of control_plane.shell.ports. A metric of one replica has the label `replica`, the replica's number.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class ReplicaTelemetry:
         """worker_id, model and device while a worker is attached."""
         self.loss_count = 0
         self.resync_counts = {"kept": 0, "discarded": 0}
-        """By what became of the KV."""
+        """Claims that took up earlier work, by whether the KV was kept or discarded."""
         self.step = Histogram(_STEP_SECONDS)
         self.control = Histogram(_CONTROL_SECONDS)
 
@@ -72,7 +72,7 @@ class ReplicaTelemetry:
     ) -> None:
         """A worker was claimed.
 
-        `resumed`: work goes on from an earlier claim; `kv_kept`: with the KV of that claim.
+        `resumed`: it takes up the work of an earlier claim. `kv_kept`: it has that claim's KV.
         """
         self.worker = {"worker_id": worker_id, "model": model, "device": device}
         if resumed:
@@ -114,9 +114,9 @@ class Telemetry(Collector):
     # --- what the parts report ----------------------------------------------------------------
 
     def replica(self, number: int, stats: Callable[[], Stats | None]) -> ReplicaTelemetry:
-        """Where replica `number` reports to.
+        """The telemetry that replica `number` reports to.
 
-        `stats` gives its core's own counts at every scrape; None while it has no core.
+        `stats` gives the counts of the replica's core at every scrape; None while it has no core.
         """
         name = str(number)
         assert name not in self.replicas, "two replicas of one number"
@@ -233,7 +233,7 @@ def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
 def _histogram(
     name: str, help_text: str, histograms: Mapping[tuple[str, ...], Histogram], *labels: str
 ) -> Metric:
-    """Histograms by the values of their labels, which are `labels`."""
+    """One family. `histograms` maps the values of `labels` to a histogram each."""
     family = HistogramMetricFamily(f"twinplane_{name}", help_text, labels=labels)
     for values, histogram in histograms.items():
         family.add_metric(values, buckets=histogram.cumulative(), sum_value=histogram.total)

@@ -1,8 +1,8 @@
-"""The control plane's step values as messages of the worker's contract, and back.
+"""Converts the control plane's step values to messages of the worker's contract, and back.
 
 Columns go in and out by `extend` and `list`, never by a loop over rows: a plan of 256 rows must
-cost well under a millisecond. A column that says the same as its absence is sent empty, as
-step.proto allows.
+cost well under a millisecond. A column that holds only the value that an empty one stands for is
+sent empty, as step.proto allows.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def message_to_pb(message: Message) -> model_runner_pb2.ExecuteRequest:
 
 
 def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
-    """What a message of the pipeline was answered with; the core checks that it fits."""
+    """The result in an answer of the pipeline. The core checks that it fits the message."""
     if response.HasField("sample"):
         return result_from_pb(response.sample.result)
     return result_from_pb(response.forward.result)
@@ -113,13 +113,13 @@ def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
 def attachment_from_pb(
     attached: model_runner_pb2.AttachResponse, pool: info_pb2.MemoryPool
 ) -> Attachment:
-    """What a claim has brought."""
+    """What a claim has brought: the answers to Attach and to GetMemoryPool."""
     info = info_from_pb(attached.worker_info)
     return Attachment(info, pool_from_pb(pool), attached.previous_epoch)
 
 
 def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
-    """What the control plane uses of a worker's capability."""
+    """The part of a worker's capability that the control plane uses."""
     model, limits, ranks = info.model, info.limits, info.ranks
     kind = _short(info_pb2.DeviceKind, info.device.kind, _DEVICE_KIND_PREFIX)
     return WorkerInfo(
@@ -145,7 +145,7 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
 
 
 def pool_from_pb(pool: info_pb2.MemoryPool) -> MemoryPool:
-    """What the control plane uses of a worker's KV pool."""
+    """The part of a worker's KV pool that the control plane uses."""
     return MemoryPool(block_count=pool.block_count, block_size=pool.block_token_count)
 
 
@@ -162,7 +162,7 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
 
 
 def _sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
-    """Fields go by name."""
+    """Copies fields by name."""
     values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     return types_pb2.SamplingParameters(seed=seed, **values)
 
@@ -202,6 +202,6 @@ def _output_kind_to_pb(kind: OutputKind) -> step_pb2.OutputKind:
 
 
 def _short(enum: EnumTypeWrapper, number: int, prefix: str) -> str:
-    """DEVICE_KIND_CPU as cpu; a number of a newer contract as its digits."""
+    """The value's short name, e.g. cpu for DEVICE_KIND_CPU; its digits where we know no name."""
     value = enum.DESCRIPTOR.values_by_number.get(number)
     return value.name.removeprefix(prefix).lower() if value is not None else str(number)

@@ -1,7 +1,7 @@
 """twinplane.inference.v1.InferenceService: from a client's message to the engine and back.
 
 Each call is validated, its text turned into tokens, its request submitted, and its tokens turned
-into text as they come. Errors are raised as they are; StatusInterceptor makes statuses of them.
+into text as they come. Errors are raised unchanged; StatusInterceptor turns them into statuses.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ GenerateContext = grpc.aio.ServicerContext[
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    """Needs StatusInterceptor before it.
+    """The clients' RPCs. It needs StatusInterceptor in front of it.
 
-    `new_seed` gives an unsigned 64-bit seed for requests that name none, `new_request_id` names
-    those that have no name.
+    `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
+    an id for a request without one.
     """
 
     def __init__(
@@ -70,7 +70,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
-        # Not a generator: its `finally` runs in this task, as soon as the call is cancelled.
+        # A coroutine, not a generator, so that its `finally` runs in this task as soon as the call
+        # is cancelled.
         arrival = self._clock()
         request_id = request.request_id or self._new_request_id()
         REQUEST_ID.set(request_id)
@@ -180,7 +181,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 
 async def _send(context: GenerateContext, stream: TokenStream) -> None:
-    """Sends what the stream brings, whole each time, until the end."""
+    """Sends all that the stream has ready, again and again, until the stream ends."""
     while True:
         delta = await stream.take()
         if delta.tokens.ids or delta.text:
@@ -209,7 +210,7 @@ def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResp
 
 
 def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
-    """Raises RowFailed or GenerationCancelled for an end that is no answer."""
+    """The last message. Raises RowFailed or GenerationCancelled for a finish that is an error."""
     match finish.reason:
         case FinishReason.STOP:
             reason = inference_pb2.FINISH_REASON_STOP

@@ -31,7 +31,7 @@ class Turns:
         """Ticks to go before the next burst."""
 
     def ask(self, turn: asyncio.Future[None]) -> None:
-        """Resolves `turn` when it is its turn; one that is cancelled costs nobody else theirs."""
+        """Resolves `turn` when it is due. A turn that was cancelled is skipped."""
         self._waiting.append(turn)
         if not self._is_ticking:
             self._is_ticking = True
@@ -43,7 +43,7 @@ class Turns:
             self._pause -= 1
         else:
             granted = self._grant()
-            # A few ticks more than writes: other calls have their bytes as well.
+            # A few ticks more than writes, because other calls add bytes as well.
             self._pause = granted + granted // 4
         self._is_ticking = self._pause > 0 or bool(self._waiting)
         if self._is_ticking:

@@ -1,8 +1,7 @@
-"""Requests as messages, checked against every rule of inference.proto, to requests as values.
+"""Checks request messages against every rule of inference.proto, and turns them into values.
 
-The broken rules of a message are reported together, the first eight of them, each with its field's
-path in the message. What depends on the prompt's token count is checked by `check_prompt` once that
-is known.
+A refusal reports the first eight broken rules of the message together, each with its field's path.
+`check_prompt` checks what depends on the prompt's token count, once that is known.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
 
 CHARACTERS_PER_TOKEN = 32
-"""A text of more characters than this for each token of the model's length can't fit."""
+"""A text that has more characters than this for each token of the model's length can't fit."""
 
 _MAX_REPORTED = 8
 _MAX_PRIORITY = 100
@@ -66,7 +65,7 @@ Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When to stop; `max_tokens` None: as many as the model's length allows."""
+    """When to stop. With `max_tokens` None, only the model's length bounds the output."""
 
     max_tokens: int | None
     strings: tuple[str, ...]
@@ -76,7 +75,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked GenerateRequest. `seed` None: the server chooses."""
+    """A checked GenerateRequest. With `seed` None, the server chooses one."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -106,7 +105,7 @@ class _Checker:
         return holds
 
     def known_fields(self, message: Message, path: str = "") -> None:
-        """A field of a newer contract asks for something that would not be done."""
+        """Refuses unknown fields: one of a newer contract asks for what we would not do."""
         unknown = UnknownFieldSet(message)
         if len(unknown) > 0:
             number = unknown[0].field_number
@@ -127,7 +126,7 @@ def check_model(name: str, served: ServedModel | None) -> ServedModel:
 
 
 def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -> GenerateCall:
-    """Raises InvalidRequest."""
+    """Checks all but what needs the prompt's token count. Raises InvalidRequest."""
     checker = _Checker()
     checker.known_fields(request)
     prompt: Prompt | None = None
@@ -162,7 +161,10 @@ def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -
 
 
 def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedModel) -> int:
-    """The most tokens to generate after a prompt of `token_count`. Raises InvalidRequest."""
+    """Returns the most tokens to generate after a prompt of `token_count` tokens.
+
+    Raises InvalidRequest.
+    """
     checker = _Checker()
     room = model.max_sequence_token_count - token_count
     checker.require(token_count > 0, prompt.field, "gives no tokens")
@@ -184,7 +186,7 @@ def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedMode
 
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
-    """Raises InvalidRequest."""
+    """Checks what is to be tokenized. Raises InvalidRequest."""
     checker = _Checker()
     checker.known_fields(request)
     prompt: TextPrompt | ChatPrompt | None = None
@@ -220,7 +222,7 @@ def check_detokenize(
 
 
 def check_empty(request: Message) -> None:
-    """A request that has no fields. Raises InvalidRequest."""
+    """Checks a request that has no fields. Raises InvalidRequest."""
     checker = _Checker()
     checker.known_fields(request)
     checker.raise_if_any()
@@ -248,7 +250,7 @@ def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> Ch
         path = f"chat.messages[{index}]"
         checker.known_fields(message, f"{path}.")
         if not checker.require(message.role != "", f"{path}.role", "is empty"):
-            break  # one is enough: a message may have thousands
+            break  # one violation is enough: a chat may have thousands of messages
     length = sum(len(message.role) + len(message.content) for message in chat.messages)
     _text_length(checker, length, "chat.messages", model)
     return ChatPrompt(

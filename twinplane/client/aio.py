@@ -49,8 +49,8 @@ class AsyncClient:
             async for delta in client.generate("Once upon a time", max_tokens=32):
                 print(delta.text, end="", flush=True)
 
-    Arguments are those of Client. Every method raises TwinplaneError's kinds; a cancelled task
-    cancels its call and gets its CancelledError.
+    Arguments are those of Client. Every method raises subclasses of TwinplaneError. A task that is
+    cancelled cancels its call and gets its CancelledError.
     """
 
     def __init__(
@@ -185,8 +185,8 @@ class AsyncClient:
 class AsyncGeneration(BaseGeneration[_Stream]):
     """One generation, running since it was made; read by one task.
 
-    Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
-    its `async with` block; one that is simply dropped is cancelled too.
+    Leaving an iteration over it in any way cancels it on the server at once, and so does leaving
+    its `async with` block. A generation that is simply dropped is cancelled too.
     """
 
     def __init__(
@@ -210,7 +210,7 @@ class AsyncGeneration(BaseGeneration[_Stream]):
             self.cancel()
 
     async def result(self) -> GenerationResult:
-        """Waits for the end; the whole generation, deltas read before included."""
+        """Waits for the end; returns the whole generation, with the deltas already read."""
         async for _ in self:
             pass
         return self._fold.result()
@@ -241,7 +241,10 @@ class AsyncGeneration(BaseGeneration[_Stream]):
 
 
 def _raise_if_call_was_cancelled() -> None:
-    """gRPC raises CancelledError for a cancelled call, too; only a task's own may go on as one."""
+    """Raises Cancelled for a CancelledError that gRPC raised because the call was cancelled.
+
+    A CancelledError of the task itself goes on as it is.
+    """
     task = asyncio.current_task()
     if task is None or task.cancelling() == 0:
         raise Cancelled("the call was cancelled by its client") from None

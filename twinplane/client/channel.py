@@ -10,7 +10,7 @@ from twinplane.grpc.options import NO_PROXY
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
-    # A restarted server is found again within the retries.
+    # Short, so that a retry finds a restarted server again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
     NO_PROXY,

@@ -44,7 +44,7 @@ def error_of(failure: grpc.RpcError) -> TwinplaneError:
 
 
 def wait_or_raise(attempts: Attempts, failure: grpc.RpcError) -> float:
-    """Seconds to wait before the failed call is tried again. Raises its error when it is not."""
+    """Returns the seconds to wait before the next attempt. Raises the error when there is none."""
     error = error_of(failure)
     wait = attempts.wait_after(error)
     if wait is None:

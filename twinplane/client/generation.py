@@ -20,10 +20,10 @@ _Stream = TypeVar("_Stream", bound=_Cancellable)
 
 
 class BaseGeneration(Generic[_Stream]):
-    """One generation over its present stream. A subclass reads it.
+    """One generation, and the stream of its current attempt, which a subclass reads.
 
-    `open_stream` starts the call, with the seconds left for it. The properties are None until the
-    first message has arrived.
+    `open_stream` starts the call; its argument is the seconds left. The properties are None until
+    the first message has arrived.
     """
 
     def __init__(self, open_stream: Callable[[float | None], _Stream], attempts: Attempts) -> None:
@@ -59,8 +59,8 @@ class BaseGeneration(Generic[_Stream]):
         self._stream.cancel()
 
     def _wait_or_raise(self, failure: grpc.RpcError) -> float:
-        """Seconds to wait before `_reopen`. Raises the failure's error where none may follow: the
-        caller has seen a message already, or has cancelled."""
+        """Returns the seconds to wait before `_reopen`. Raises the failure's error where no attempt
+        may follow, e.g. because the caller has seen a message already, or has cancelled."""
         if self._fold.started is not None or self._cancelled:
             raise error_of(failure) from failure
         return wait_or_raise(self._attempts, failure)

@@ -1,6 +1,6 @@
 """Builds request messages from what callers say.
 
-The server judges values; here only what no message can carry is refused, as the server would.
+The server judges values. This module refuses only what no message can carry, as the server would.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _INTEGER_BITS = {FieldDescriptor.TYPE_UINT32: 32, FieldDescriptor.TYPE_UINT64: 6
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
-    """The message of one generation; an option that is left out or None stays unset.
+    """The message of one generation. An option that is left out or None stays unset.
 
-    Raises InvalidRequest, and TypeError, also for an option that does not exist.
+    Raises InvalidRequest, or TypeError (also for an option that does not exist).
     """
     if unknown := options.keys() - GenerateOptions.__optional_keys__:
         raise TypeError(f"generate() got an unexpected keyword argument {min(unknown)!r}")
@@ -56,7 +56,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 def tokenize_request(
     text: str | Sequence[Message], *, model: str, add_special_tokens: bool
 ) -> pb.TokenizeRequest:
-    """Raises InvalidRequest, and TypeError for token ids."""
+    """The message that asks for token ids. Raises InvalidRequest; TypeError for token ids."""
     request = pb.TokenizeRequest(model=_text("model", model))
     match _classify(text):
         case str(plain):
@@ -73,7 +73,7 @@ def tokenize_request(
 def detokenize_request(
     token_ids: Sequence[int], *, model: str, keep_special_tokens: bool
 ) -> pb.DetokenizeRequest:
-    """Raises InvalidRequest, TypeError."""
+    """The message that asks for a text. Raises InvalidRequest or TypeError."""
     return pb.DetokenizeRequest(
         model=_text("model", model),
         token_ids=_token_ids("token_ids", token_ids),

@@ -29,10 +29,9 @@ class GenerationFold:
         self._token_ids: list[int] = []
 
     def apply(self, message: pb.GenerateResponse) -> Delta | None:
-        """Takes the stream's next message in; answers its delta, if it carries one.
+        """Takes in the stream's next message; returns its delta if it carries one.
 
-        Raises InternalError for a message out of order. A kind this client does not know is
-        passed over.
+        Raises InternalError for a message out of order. A message of an unknown kind is ignored.
         """
         event = message.WhichOneof("event")
         is_first = self.started is None
@@ -53,7 +52,7 @@ class GenerationFold:
         return None
 
     def end(self) -> None:
-        """The stream ended without a fault. Raises InternalError if the generation did not."""
+        """Called when the stream ended without an error. Raises InternalError if it ended early."""
         if self.finished is None:
             raise InternalError("the stream ended before the generation did")
 

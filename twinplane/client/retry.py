@@ -1,8 +1,8 @@
 """When a failed call is tried again, and after how long. Pure: clock and jitter are handed in.
 
 Every RPC of the service may be repeated without harm, so the one thing to keep is that a caller
-never sees a token twice: a generation is tried again only before its first message. And only two
-kinds of failure pass by waiting: no server answered, or one refused and said when to come back.
+never sees a token twice: a generation is tried again only before its first message. Waiting helps
+against only two kinds of failure: no server answered, or one refused and said when to come back.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Attempts:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def wait_after(self, error: TwinplaneError) -> float | None:
-        """Notes a failed attempt. Seconds to wait before the next, None when there is none."""
+        """Notes a failed attempt. Returns the seconds to wait before the next; None: no next."""
         self._failed_count += 1
         if self._failed_count >= self._policy.max_attempts or not _is_safe(error):
             return None

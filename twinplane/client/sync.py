@@ -47,7 +47,7 @@ class Client:
 
     `address` is host:port, unix:/path, or any gRPC target. Without `credentials` the connection is
     plain, which is meant for loopback. `timeout` in seconds holds for every call that names none.
-    Every method raises TwinplaneError's kinds. `clock`, `sleep` and `jitter` are for tests.
+    Every method raises subclasses of TwinplaneError. `clock`, `sleep` and `jitter` are for tests.
     """
 
     def __init__(
@@ -122,8 +122,9 @@ class Client:
     ) -> tuple[int, ...]:
         """The token ids of a text, or of a conversation in the model's chat template.
 
-        Without `add_special_tokens` those the model puts around plain text are left out; a
-        conversation's are its template's, and leaving them out is an InvalidRequest.
+        Without `add_special_tokens`, the special tokens that the model puts around plain text are
+        left out. Those of a conversation come from its template; to leave them out is refused with
+        InvalidRequest.
         """
         request = tokenize_request(text, model=model, add_special_tokens=add_special_tokens)
         response: pb.TokenizeResponse = self._unary(self._stub.Tokenize, request, timeout)
@@ -172,8 +173,8 @@ class Client:
 class Generation(BaseGeneration[_Stream]):
     """One generation, running since it was made; read by one thread. Any thread may cancel it.
 
-    Leaving an iteration over it, by any way, cancels it at once on the server, and so does leaving
-    its `with` block; one that is simply dropped is cancelled too.
+    Leaving an iteration over it in any way cancels it on the server at once, and so does leaving
+    its `with` block. A generation that is simply dropped is cancelled too.
     """
 
     def __init__(
@@ -197,7 +198,7 @@ class Generation(BaseGeneration[_Stream]):
             self.cancel()
 
     def result(self) -> GenerationResult:
-        """Waits for the end; the whole generation, deltas read before included."""
+        """Waits for the end; returns the whole generation, with the deltas already read."""
         for _ in self:
             pass
         return self._fold.result()

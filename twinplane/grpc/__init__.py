@@ -1,2 +1,2 @@
-"""What everything that speaks gRPC shares: options and statuses; of the servers also health,
+"""What clients and servers of gRPC share: options and statuses. What servers share besides: health,
 listening and interceptors."""

@@ -89,7 +89,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 code = _cancellation_code(context)
                 raise
             except Exception as error:
-                # The boundary: whatever a servicer raises ends its call with a status, no more.
+                # The boundary: an error of a servicer ends its call with a status, nothing else.
                 status = self._status_of(error) or internal_status(self._log(method, error))
                 code = status.code
                 await abort(context, status)

@@ -31,8 +31,8 @@ class Service:
 class GrpcServer:
     """grpc.aio with `services`, health for each of them, and reflection.
 
-    `options` are added to those that all servers share. `max_open_calls`: more are refused with
-    RESOURCE_EXHAUSTED; None: no bound.
+    `options` are added to those that all servers share. More than `max_open_calls` open calls are
+    refused with RESOURCE_EXHAUSTED; None sets no bound.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class GrpcServer:
         )
 
     async def start(self, host: str, port: int, uds: Path | None = None) -> str:
-        """Listens on the Unix socket if there is one, else on host:port; returns the address.
+        """Listens on the Unix socket if one is given, otherwise on host:port; returns the address.
 
         Raises CannotListen.
         """
@@ -71,7 +71,7 @@ class GrpcServer:
     async def stop(self, grace: float) -> None:
         """Refuses new calls at once, gives open ones `grace` seconds, then cancels them.
 
-        The readiness must be ENDING before: that is what ends Health.Watch calls.
+        The readiness must be ENDING before this is called: that is what ends Health.Watch calls.
         """
         await self._server.stop(grace)
         if self._socket is not None:

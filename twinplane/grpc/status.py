@@ -1,4 +1,4 @@
-"""Error statuses with google.rpc details: written by servers and read by clients, here alone.
+"""Error statuses with google.rpc details. Only this module writes them, and only it reads them.
 
 A status travels as the call's code and message, and once more with its details in a trailer. Every
 status of a Twinplane service has an ErrorInfo with the domain "twinplane" and a reason of
@@ -80,7 +80,7 @@ def reason_name(reason: ErrorReason) -> str:
 
 
 def internal_status(error_id: str) -> Status:
-    """For a bug of ours: says nothing but the id under which the log tells more."""
+    """The status for a bug of ours: it says only the id under which the log tells more."""
     return Status(
         grpc.StatusCode.INTERNAL,
         reason_name(ERROR_REASON_INTERNAL),
@@ -96,17 +96,17 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> 
 
 
 def read(error: grpc.RpcError) -> Status:
-    """The status that a call has failed with, whatever server sent it. For both kinds of client."""
+    """The status that a call has failed with, from any server. For both kinds of client."""
     return read_ended(error.code(), error.details(), error.trailing_metadata())
 
 
 def read_ended(
     code: grpc.StatusCode, message: str | None, trailing_metadata: Iterable[Any] | None
 ) -> Status:
-    """As `read`, of a call that has ended, from its parts.
+    """Does what `read` does, from the parts of a call that has ended.
 
-    Details that can't be parsed, or that contradict the code, are passed over: they come from no
-    server of ours, and the code and the message still say what happened.
+    Details that can't be parsed, or that contradict the code, are ignored: no server of ours sends
+    such, and the code and the message still say what happened.
     """
     error_info = error_details_pb2.ErrorInfo()
     bad_request = error_details_pb2.BadRequest()

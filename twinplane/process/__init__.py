@@ -1,4 +1,4 @@
 """What a long-running process of either plane needs besides its work: logs, signals, a loop.
 
-No gRPC and no protobuf here: also what must not know the wire logs.
+There is no gRPC and no protobuf here: code that must not know the wire writes logs, too.
 """

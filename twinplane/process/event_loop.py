@@ -6,7 +6,7 @@ import asyncio
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """A uvloop where there is one, which serves more streams per core; else asyncio's own."""
+    """A uvloop where there is one, since it serves more streams per core; otherwise asyncio's."""
     try:
         import uvloop
     except ImportError:  # there is none for this platform

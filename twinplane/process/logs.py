@@ -1,7 +1,7 @@
 """Logs on stderr: a constant message, and fields beside it.
 
-Code logs as `logger.info("worker attached", extra=fields(worker_id=...))`. JSON lines for machines;
-for people one readable line. Prompts, tokens and secrets never go into a field.
+Code logs as `logger.info("worker attached", extra=fields(worker_id=...))`. Machines get JSON lines,
+people get readable ones. Prompts, tokens and secrets never go into a field.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ATTRIBUTE = "fields"
 
 
 class LogFormat(Enum):
-    """How a log line looks. AUTO is text on a terminal, else JSON."""
+    """How a log line looks. AUTO is text on a terminal, otherwise JSON."""
 
     AUTO = "auto"
     JSON = "json"

@@ -1,4 +1,4 @@
-"""The names of both planes' settings: each plane tells a typing error from the other's setting."""
+"""The names of both planes' settings: each plane tells the other's setting from a typing error."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="DataclassInstance")
 
 _PREFIX = "TWINPLANE_"
-# Read by the package itself, not settings of a plane.
+# The package itself reads these; they are not settings of a plane.
 _OTHER_VARIABLES = frozenset({"TWINPLANE_HOME", "TWINPLANE_CONFIG"})
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
@@ -144,8 +144,8 @@ def from_command_line(
     table: str,
     known: Mapping[str, Collection[str]],
 ) -> Settings:
-    """The whole way for a process with one settings class: parse, resolve, and on a mistake print
-    one line and exit with code 2, as argparse does."""
+    """Parses and resolves the settings of a process that has one settings class. On a mistake it
+    prints one line and exits with code 2, as argparse does."""
     parser = argparse.ArgumentParser(
         prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
     )
@@ -271,9 +271,9 @@ def _plain_type(annotation: Any) -> Any:
 
 
 def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
-    """The value in the setting's type. Text comes from flags and the environment, TOML's own
-    types from the file; an integer is also a float, nothing else is converted. A number that may
-    be None is None for the text `none`."""
+    """The value in the setting's type. Flags and the environment give text, the file gives TOML's
+    types. An integer is also a float; no other type is converted. For a number that may be None,
+    the text `none` is None."""
     kind = _plain_type(annotation)
     if given.value == "none" and kind is not annotation and kind not in (str, Path):
         return None

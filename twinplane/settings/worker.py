@@ -20,7 +20,7 @@ _SIMULATION = "simulation"
 
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
-    """Settings of one worker process. None means chosen by what is found at start."""
+    """Settings of one worker process. None means: chosen at start, by what is found there."""
 
     model: str = option(
         DEFAULT_MODEL, "model folder, .gguf file, catalogue name or hub id", group=_MODEL

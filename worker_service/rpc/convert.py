@@ -1,8 +1,8 @@
-"""Messages of the worker's contract as domain values, and back.
+"""Converts messages of the worker's contract to domain values, and back.
 
-Columns become int32 numpy arrays in one go; an omitted column is filled in. What could follow from
-no state is refused here as PlanInvalid with the field named, as far as the message alone shows it;
-ranges that depend on the worker are RequestState's to check.
+Each column becomes an int32 numpy array in one conversion; an omitted column is filled in. A
+message that no state would allow is refused here, as far as the message alone shows it, with
+PlanInvalid, which names the field. RequestState checks the ranges that depend on the worker.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _masks_from_pb(masks: step_pb2.GrammarMasks, vocabulary_size: int) -> Gramma
 
 
 def result_to_pb(result: StepResult) -> step_pb2.StepResult:
-    """A result; one token each leaves the counts out."""
+    """A result. The counts are left out when every row has one token."""
     counts = result.token_counts
     return step_pb2.StepResult(
         epoch=result.epoch,
@@ -177,7 +177,7 @@ def pool_to_pb(pool: MemoryPool) -> info_pb2.MemoryPool:
 
 
 def _refuse_unknown_fields(path: str, request: Message) -> None:
-    """A newer controller asks for what this worker can't honour: ignoring it would be wrong."""
+    """Raises PlanInvalid for fields of a newer contract: they ask for what this worker can't do."""
     size = request.ByteSize()
     request.DiscardUnknownFields()
     if request.ByteSize() != size:
@@ -203,7 +203,7 @@ def _added_from_pb(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence
 
 
 def _sampling_from_pb(path: str, message: types_pb2.SamplingParameters) -> SamplingParameters:
-    """Fields go by name; what is unset has the domain's default."""
+    """Copies fields by name; an unset field gets the domain's default."""
     given = {field.name: value for field, value in message.ListFields()}
     if "seed" not in given:
         raise PlanInvalid(f"{path}.seed", "must be set towards a worker")

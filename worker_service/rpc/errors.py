@@ -17,7 +17,7 @@ _RETRY_SECONDS = 1.0
 
 
 def status_of(error: Exception) -> Status | None:
-    """The table. None: nobody expected this error, it is a bug of ours."""
+    """The error's status. None means that nobody expected this error: it is a bug of ours."""
     message = str(error)
     code = grpc.StatusCode
     match error:

@@ -31,8 +31,8 @@ def _serving_state(state: LifecycleState) -> ServingState:
         case LifecycleState.LOADING:
             return ServingState.NOT_SERVING
         case LifecycleState.ACTIVE | LifecycleState.FAILED:
-            # A failed worker counts as serving: a new claim heals it, and whoever waits for health
-            # before a claim must not wait forever.
+            # A failed worker counts as serving: a new claim heals it, and a controller that waits
+            # for health before it claims must not wait forever.
             return ServingState.SERVING
         case LifecycleState.DRAINING | LifecycleState.BROKEN:
             return ServingState.ENDING

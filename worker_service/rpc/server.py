@@ -51,7 +51,7 @@ class WorkerServer(GrpcServer):
         )
 
     def end_streams(self) -> None:
-        """Reads nothing more from Execute streams: part of a drain, before `stop`."""
+        """Stops reading Execute streams. This is part of a drain; call it before `stop`."""
         self._servicer.end_streams()
 
 

@@ -1,4 +1,4 @@
-"""ModelRunnerService over the facade. Unary Forward and Sample are Execute's, one at a time."""
+"""ModelRunnerService over the facade. Forward and Sample do what Execute does, once per call."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Answer:
-    """What comes of one pipeline message, and which kind of answer carries it."""
+    """The result of one pipeline message, and the kind of answer that carries it."""
 
     kind: str
     result: asyncio.Future[StepResult]
 
 
 class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
-    """The worker's RPCs. Needs StatusInterceptor before it: refusals are raised as they are."""
+    """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
     def __init__(self, facade: WorkerFacade) -> None:
         self._facade = facade
         self._readers: set[asyncio.Task[None]] = set()
 
     def end_streams(self) -> None:
-        """Reads no more from any Execute stream; each ends once what it sent is answered."""
+        """Stops reading every Execute stream. A stream ends once its messages are answered."""
         for reader in self._readers:
             reader.cancel()
 
@@ -56,28 +56,28 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     async def GetWorkerInfo(  # noqa: N802
         self, request: model_runner_pb2.GetWorkerInfoRequest, context: _Context
     ) -> model_runner_pb2.GetWorkerInfoResponse:
-        """The capability."""
+        """Returns the capability."""
         info = self._facade.worker_info()
         return model_runner_pb2.GetWorkerInfoResponse(worker_info=convert.info_to_pb(info))
 
     async def GetMemoryPool(  # noqa: N802
         self, request: model_runner_pb2.GetMemoryPoolRequest, context: _Context
     ) -> model_runner_pb2.GetMemoryPoolResponse:
-        """The pool."""
+        """Returns the KV pool."""
         pool = await self._facade.memory_pool()
         return model_runner_pb2.GetMemoryPoolResponse(memory_pool=convert.pool_to_pb(pool))
 
     async def Forward(  # noqa: N802
         self, request: model_runner_pb2.ForwardRequest, context: _Context
     ) -> model_runner_pb2.ForwardResponse:
-        """One plan."""
+        """Executes one plan."""
         result = await (await self._submit_forward(request, Pipeline()))
         return model_runner_pb2.ForwardResponse(result=convert.result_to_pb(result))
 
     async def Sample(  # noqa: N802
         self, request: model_runner_pb2.SampleRequest, context: _Context
     ) -> model_runner_pb2.SampleResponse:
-        """Held rows."""
+        """Samples held rows."""
         result = await (await self._submit_sample(request, Pipeline()))
         return model_runner_pb2.SampleResponse(result=convert.result_to_pb(result))
 
@@ -88,11 +88,11 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     ) -> None:
         """The pipeline: a reader submits in order, this task answers in order.
 
-        A sender that leaves cancels this task, and with it the reader; what was submitted runs and
-        is forgotten.
+        When the sender leaves, this task is cancelled, and with it the reader. What was submitted
+        still runs; its results are dropped.
         """
         limits = self._facade.worker_info().capability.limits
-        # Answers that the other side does not read stop the reading of more.
+        # While the sender leaves this many answers unread, we read no more messages.
         unanswered = asyncio.Semaphore(2 * limits.max_inflight_step_count)
         answers: asyncio.Queue[_Answer | None] = asyncio.Queue()
         reader = asyncio.create_task(self._read(request_iterator, answers, unanswered))
@@ -118,7 +118,7 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         answers: asyncio.Queue[_Answer | None],
         unanswered: asyncio.Semaphore,
     ) -> None:
-        """Submits message by message until the sender is done or one is refused; raises that."""
+        """Submits messages in order until the sender is done. Raises the first refusal."""
         pipeline = Pipeline()
         async for request in requests:
             await unanswered.acquire()

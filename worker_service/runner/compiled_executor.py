@@ -81,7 +81,7 @@ def _open(config: ExecutorConfig, threads: int) -> CpuKernels:
 
 
 def _log_build(line: str) -> None:
-    # A line of its own: progress lines that follow closely on another are left out.
+    # Logged directly: the progress log drops lines that follow closely on another.
     _logger.info("building kernels", extra=fields(doing=line))
 
 

@@ -12,17 +12,17 @@ from worker_service.domain.capability import Device, DeviceKind
 from worker_service.load_errors import LoadError
 
 _CPU_KV_BYTES = 1 << 30
-# Of what the weights leave: the rest is for activations and the allocator.
+# The fraction of what the weights leave. The rest is for activations and the allocator.
 _CUDA_KV_FRACTION = 0.85
 
 
 def available_device() -> str:
-    """ "cuda" where torch finds a GPU, else "cpu"."""
+    """ "cuda" where torch finds a GPU, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def open_device(name: str) -> torch.device:
-    """The torch device of a name: cpu, cuda or cuda:N. Raises LoadError for what is not here."""
+    """The torch device of a name: cpu, cuda or cuda:N. Raises LoadError if it is not here."""
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -51,7 +51,7 @@ def describe_device(device: torch.device) -> Device:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory nobody uses: the GPU's, or the host's free pages."""
+    """Free memory: the GPU's, or the host's free pages."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

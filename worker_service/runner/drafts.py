@@ -43,7 +43,7 @@ class AcceptedDrafts:
         return accepted
 
     def forget(self, rows: IntColumn) -> None:
-        """The rows get other sequences."""
+        """Forgets the rows' records, because the rows get other sequences."""
         self._steps[rows] = 0
 
 
@@ -51,7 +51,7 @@ def kept_tokens(
     batch: StepBatch, interest: LogitBatch, tokens: IntColumn
 ) -> tuple[BoolColumn, IntColumn, IntColumn]:
     """Verifies the drafts of a step against `tokens` int32 [L], sampled at its positions of
-    interest, of which there is one at least.
+    interest. There is at least one.
 
     Returns which tokens are kept, bool [L]; the rows, int32 [n], in order; and how many tokens each
     keeps, int32 [n]: its accepted drafts and one more.

@@ -1,4 +1,4 @@
-"""What runs a whole forward pass: a step's inputs become logits. And what it is loaded from."""
+"""What runs a whole forward pass, from a step's inputs to logits, and what it is loaded from."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Executor(Protocol):
         ...
 
     def take_blocks(self, plan: StepPlan) -> None:
-        """Readies the blocks that an applied plan hands to sequences. Once, before `run`."""
+        """Prepares the blocks that an applied plan gives to sequences. Call once, before `run`."""
         ...
 
     def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
         """Writes the step's KV and returns logits [L, vocabulary] of the tokens at
         `logit_indices` int32 [L], of which a row may have any number.
 
-        The caller may overwrite the tensor, and the next run does.
+        The caller may overwrite the tensor. The next run overwrites it.
         """
         ...
 
@@ -48,8 +48,8 @@ class Executor(Protocol):
 class ExecutorConfig:
     """What an executor has to serve: the model, its formats and the bounds of a step.
 
-    `data_type` is what it computes in. `thread_count` is for an executor
-    with threads of its own.
+    `data_type` is the format that it computes in. `thread_count` is for an executor with threads of
+    its own.
     """
 
     spec: DecoderSpec
@@ -67,10 +67,10 @@ class ExecutorConfig:
 class ExecutorType:
     """An executor that could be chosen.
 
-    `attention_backend`: the backend that it attends by; None where attention is its own. `probe`
-    says why it cannot run here, None when it can. `load` takes the weights and makes its caches
-    from the pool's memory; it raises LoadError. `features`: what it promises beyond the basic step.
-    `has_own_threads`: it computes on threads of its own, not on torch's.
+    `attention_backend` names the backend that computes its attention; None where attention is its
+    own. `probe` returns why it cannot run here, None when it can. `load` takes the weights and
+    makes its caches from the pool's memory; it raises LoadError. `features` are what it promises
+    beyond the basic step. With `has_own_threads` it computes on its own threads, not on torch's.
     """
 
     name: str

@@ -10,8 +10,8 @@ from worker_service.domain.columns import IntColumn
 
 
 class HeldLogits:
-    """One row of logits for each held row of the persistent batch; which are held, RequestState
-    knows. Costs memory only for rows that are held."""
+    """One row of logits for each held row of the persistent batch. RequestState knows which rows
+    are held. Only held rows cost memory."""
 
     def __init__(self) -> None:
         self._logits: dict[int, torch.Tensor] = {}
@@ -21,7 +21,7 @@ class HeldLogits:
         self._logits.update(zip(rows.tolist(), logits.clone(), strict=True))
 
     def take(self, rows: IntColumn) -> torch.Tensor:
-        """Logits [n, vocabulary] of held rows, in order, and holds them no longer."""
+        """Returns logits [n, vocabulary] of held rows, in order, and forgets those rows."""
         return torch.stack([self._logits.pop(row) for row in rows.tolist()])
 
     def drop(self, rows: Iterable[int]) -> None:

@@ -12,10 +12,10 @@ from worker_service.runner.request_state import RequestState
 
 
 def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]:
-    """The inputs of an applied plan, and its positions of interest. It schedules a row at least."""
+    """The inputs and positions of interest of an applied plan, which schedules at least one row."""
     scheduled = plan.scheduled
     rows, counts = scheduled.rows, scheduled.token_counts
-    # The plan's start positions, but for drafts accepted since it was made.
+    # The plan's start positions, plus the drafts accepted since it was made.
     starts = state.computed_counts[rows]
     query_starts = np.zeros(rows.size + 1, dtype=np.int32)
     np.cumsum(counts, out=query_starts[1:])
@@ -38,7 +38,7 @@ def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]
 
 
 def _positions_of_interest(plan: StepPlan, state: RequestState, batch: StepBatch) -> LogitBatch:
-    """Of each row that reaches the end of its tokens and wants more than KV: the last token, and
+    """For each row that reaches the end of its tokens and wants more than KV: its last token, and
     every draft behind it."""
     scheduled = plan.scheduled
     rows, ends = scheduled.rows, batch.context_lengths
@@ -46,7 +46,7 @@ def _positions_of_interest(plan: StepPlan, state: RequestState, batch: StepBatch
     drafts = scheduled.draft_counts
     token_ends = ends - drafts if drafts.size else ends
     wanted = np.flatnonzero((token_ends == state.known_counts[rows]) & (kinds != 0))
-    before: IntColumn | int = 0  # from each position to its row's last
+    before: IntColumn | int = 0  # how far each position is before its row's last
     if drafts.size:
         counts = drafts[wanted] + 1
         wanted = np.repeat(wanted, counts)

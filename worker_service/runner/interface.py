@@ -16,22 +16,22 @@ class PendingStep(Protocol):
     """A launched step. The device may still work on it while later steps are launched."""
 
     def is_ready(self) -> bool:
-        """Whether `result` would not wait."""
+        """Whether `result` would return at once."""
         ...
 
     def result(self) -> StepResult:
-        """What came of the step; waits for it. Raises whatever the device raises, each time."""
+        """Waits for the step and returns its result. Every call raises what the device raised."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompletedStep:
-    """A PendingStep of a runner that computes at launch, as the CPU's do."""
+    """A PendingStep of a runner that computes at launch, as those on a CPU do."""
 
     completed: StepResult
 
     def is_ready(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def result(self) -> StepResult:

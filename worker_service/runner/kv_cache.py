@@ -64,7 +64,7 @@ class KVCache:
         return self.block_count * self.bytes_per_block
 
     def clear_taken(self, plan: StepPlan) -> None:
-        """Zeroes the blocks that the plan hands to sequences without KV of theirs in them."""
+        """Zeroes the blocks that the plan gives to sequences and that hold no KV of theirs."""
         taken = [plan.scheduled.appended_blocks]
         for sequence in plan.added:
             kept = -(-sequence.computed_token_count // self.block_size)
@@ -101,7 +101,7 @@ class KVCache:
 def _allocate(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, pool_bytes: int
 ) -> torch.Tensor:
-    """Memory of the device, its contents unspecified; on the host in huge pages where it has them.
+    """Allocates device memory, its contents unspecified; on a host with huge pages, in those.
 
     A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
     processor's address cache.
@@ -117,7 +117,7 @@ def _allocate(
             "give less by --kv-cache-memory-bytes"
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages refuses; small ones do
+        with contextlib.suppress(OSError):  # a system without huge pages refuses; it works without
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 

@@ -94,11 +94,11 @@ def load_model(options: RunnerOptions) -> LoadedModel:
 
 
 def _set_torch_threads(count: int) -> None:
-    """Sets torch's number of threads, for the whole process. Nothing reads it.
+    """Sets torch's number of threads for the whole process. Our code never reads that number.
 
-    Beside an executor with threads of its own torch only copies and samples, and one thread has to
-    do: more of them would wait, spinning, on cores that the executor needs. Loading would take ten
-    times as long, and a step's few rows would gain nothing.
+    Beside an executor with threads of its own, torch only copies and samples, and gets one thread.
+    More of them would spin, while they wait, on cores that the executor needs: loading would take
+    ten times as long, and a step's few rows would gain nothing.
     """
     torch.set_num_threads(count)
 
@@ -112,9 +112,9 @@ def _default_data_type(spec: DecoderSpec, device: torch.device) -> DataType:
 def _arithmetic_digest(
     content: str, quantization: Quantization, data_type: DataType, kv_data_type: DataType
 ) -> str:
-    """The content's own digest; where a setting makes other tokens than float32, one of both.
+    """The content's own digest; where a setting changes the arithmetic from float32, one of both.
 
-    A sequence then never goes on under other arithmetic than it began with.
+    So a sequence never goes on under other arithmetic than it began with.
     """
     settings = []
     if data_type is not DataType.FLOAT32:
@@ -129,7 +129,7 @@ def _arithmetic_digest(
 
 
 def _limits(options: RunnerOptions, spec: DecoderSpec, block_count: int) -> Limits:
-    """Bounds that model and pool can keep: any one sequence fits the pool alone."""
+    """Bounds that the model and the pool can keep: a sequence that runs alone always fits."""
     capacity = (block_count - 1) * options.block_size
     wanted = options.max_sequence_token_count
     if wanted is None:

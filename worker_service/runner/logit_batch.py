@@ -1,4 +1,4 @@
-"""Which of a step's positions are of interest: they get logits, and something becomes of each."""
+"""Which of a step's positions are of interest: those whose logits are computed and used."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ KindColumn = npt.NDArray[np.int8]
 
 
 class LogitKind(IntEnum):
-    """What becomes of one position's logits. What a sequence asked for when it was added decides
-    the kinds of its positions."""
+    """How one position's logits are used. What a sequence asked for when it was added decides the
+    kinds of its positions."""
 
     SAMPLE = 1
     """The next token is sampled within the step."""
     HOLD = 2
-    """They wait for Sample."""
+    """The logits wait for Sample."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,8 +29,8 @@ class LogitBatch:
     """L positions of interest, any number of each row, in the order of the step's tokens.
 
     `token_indices` int32 [L], into the step's tokens; `rows` int32 [L], of the persistent batch;
-    `positions` int32 [L], each that of the token which its logits are about: one behind the
-    position computed; `kinds` int8 [L], values of LogitKind.
+    `positions` int32 [L], the position of the token that the logits predict, one behind the
+    position that was computed; `kinds` int8 [L], values of LogitKind.
     """
 
     token_indices: IntColumn
@@ -39,12 +39,12 @@ class LogitBatch:
     kinds: KindColumn
 
     def are(self, kind: LogitKind) -> BoolColumn:
-        """Which are of a kind, bool [L]."""
+        """Which positions are of a kind, bool [L]."""
         members: BoolColumn = self.kinds == kind
         return members
 
     def take(self, members: BoolColumn) -> LogitBatch:
-        """Some of them, by a mask [L]."""
+        """The positions that a mask [L] selects."""
         return LogitBatch(
             self.token_indices[members],
             self.rows[members],

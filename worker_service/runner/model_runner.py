@@ -1,4 +1,4 @@
-"""The real runner: a plan in, tokens out. Only what all models share.
+"""The real runner: a plan in, tokens out. It holds only what all models share.
 
 It joins collaborators and has no policy of its own: RequestState keeps the rows, `prepare` makes a
 step's inputs, the executor runs them, SamplingState knows how each row is sampled, the sampler
@@ -39,11 +39,11 @@ from worker_service.sampling.state import SamplingBatch, SamplingState
 
 LogitsObserver = Callable[[int, LogitBatch, torch.Tensor], None]
 """Called with a step's id, its positions of interest and their logits [L, vocabulary], before
-anything becomes of them. The tensor is the runner's: it may be copied, not kept."""
+they are used. The tensor is the runner's: it may be copied, not kept."""
 
 
 class ModelRunner:
-    """interface.Runner on a device. Not thread-safe but for `capability`: one thread owns it."""
+    """interface.Runner on a device. One thread owns it; others may call only `capability`."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class ModelRunner:
         self._held.clear()
 
     def observe(self, observer: LogitsObserver | None) -> None:
-        """From the next step on, shows every step's logits to `observer`; None: to nobody."""
+        """From the next step on, shows every step's logits to `observer`. None ends that."""
         self._observer = observer
 
     @torch.inference_mode()
@@ -121,7 +121,7 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Runs a decoding and an extending step over the null block, and the sampler.
 
-        The first request then meets kernels that are made and buffers that are there.
+        So the first request need not wait until kernels are made and buffers allocated.
         """
         limits = self._capability.limits
         rows = min(8, limits.max_sequence_count, limits.max_step_token_count)
@@ -135,7 +135,7 @@ class ModelRunner:
         self._cache.clear_null_block()
 
     def _conclude(self, plan: StepPlan, interest: LogitBatch, logits: torch.Tensor) -> StepResult:
-        """Does with logits [L, vocabulary] what their kinds say."""
+        """Samples or holds each of the logits [L, vocabulary], as its kind says."""
         held = interest.are(LogitKind.HOLD)
         if not held.any():
             return self._sample_now(plan, interest, logits)
@@ -184,7 +184,7 @@ class ModelRunner:
 
 
 def _take(logits: torch.Tensor, members: BoolColumn) -> torch.Tensor:
-    """Copies of some rows of logits [L, vocabulary], by a mask [L]."""
+    """Copies of the rows of logits [L, vocabulary] that a mask [L] selects."""
     indices = torch.from_numpy(np.flatnonzero(members)).to(logits.device)
     return logits.index_select(0, indices)
 

@@ -21,13 +21,13 @@ class Quantization(Enum):
 class RunnerOptions:
     """Resolved settings of one worker's runner.
 
-    `device` is "cpu" or "cuda"; `data_type` None takes float32 on the CPU and the model's own
-    elsewhere; `kv_cache_bytes` bounds the KV pool; `max_sequence_token_count` None takes the
-    model's own, or what the pool holds if that is less; `executor` and `attention_backend` None
-    take the first that can run; `thread_count` is for computing on the CPU; `random_seed` is
-    reported, never used for sampling; `quantization` and `kv_data_type`, None for that of
-    `data_type`, are refused where they cannot be honoured. `progress` is told what is being done,
-    in short lines for people.
+    `device` is "cpu" or "cuda". `data_type` None takes float32 on the CPU and the model's own
+    format elsewhere. `kv_cache_bytes` bounds the KV pool. `max_sequence_token_count` None takes the
+    model's own length, or what the pool holds if that is less. `executor` and `attention_backend`
+    None take the first that can run. `thread_count` is for computing on the CPU. `random_seed` is
+    reported, never used for sampling. `kv_data_type` None takes that of `data_type`. It and
+    `quantization` are refused where they cannot be honoured. `progress` gets short lines that tell
+    people what is being done.
     """
 
     model_folder: Path

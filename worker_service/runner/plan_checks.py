@@ -1,4 +1,4 @@
-"""What no state would allow: checks of a plan against the worker's fixed bounds alone.
+"""Checks a plan against the worker's fixed bounds: refuses what no state would allow.
 
 RequestState checks what depends on its rows.
 """
@@ -31,7 +31,7 @@ _FLAT_COLUMNS = {
 
 @dataclass(frozen=True, slots=True)
 class PlanBounds:
-    """What every plan must keep to. `block_count` includes the null block."""
+    """The bounds that every plan must keep. `block_count` includes the null block."""
 
     limits: Limits
     block_count: int
@@ -137,14 +137,14 @@ class PlanBounds:
 
 
 def refuse_drafts(scheduled: ScheduledRows) -> None:
-    """For a runner that verifies none. Raises PlanInvalid."""
+    """Refuses a plan with drafts, for a runner that verifies none. Raises PlanInvalid."""
     for name in _DRAFT_COLUMNS:
         if getattr(scheduled, name).any():
             raise PlanInvalid(f"plan.scheduled.{name}", "this worker verifies no drafts")
 
 
 def _check_columns(scheduled: ScheduledRows) -> None:
-    """Sizes and signs. A column about drafts may be empty."""
+    """Checks sizes and signs. A column about drafts may be empty."""
     path, count = "plan.scheduled", scheduled.rows.size
     given = (name for name in _DRAFT_COLUMNS if getattr(scheduled, name).size)
     for name in (*_ROW_COLUMNS, *given):

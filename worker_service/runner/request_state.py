@@ -33,8 +33,8 @@ class RequestState:
     leading tokens that are the prompt; `end_kinds` int8, the LogitKind of the logits at the
     end of the tokens (0: only the KV is wanted); `held_steps` int64, the step whose logits wait for
     Sample (0: none); `block_counts` int32. `token_ids` int32 [rows, max_sequence_token_count];
-    `block_tables` int32 [rows, max_blocks], padded with the null block. How a row is sampled,
-    SamplingState knows.
+    `block_tables` int32 [rows, max_blocks], padded with the null block. SamplingState knows how a
+    row is sampled.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class RequestState:
     def apply(self, plan: StepPlan) -> None:
         """Checks the whole plan, then removes, adds, and records what is scheduled.
 
-        Afterwards `computed_counts` still hold the start of the scheduled tokens, wherever the plan
-        believed it to be: `advance` moves them on once the step has run. Tokens that come from an
+        Afterwards `computed_counts` still hold the real start of the scheduled tokens, which a plan
+        may not know: `advance` moves them on once the step has run. Tokens that come from an
         earlier step are in `token_ids` already, and behind them the drafts that the plan gives.
         Raises PlanInvalid or PlanMismatch with nothing changed.
         """
@@ -80,7 +80,7 @@ class RequestState:
             self._add(sequence)
         scheduled = plan.scheduled
         if scheduled.rows.size:
-            # Whoever schedules a held row has a token for it: its logits are not needed any more.
+            # A plan that schedules a held row has a token for it: its logits are no longer needed.
             self.held_steps[scheduled.rows] = 0
             self._append_blocks(scheduled)
             self._append_tokens(scheduled)
@@ -89,7 +89,7 @@ class RequestState:
                 self.put_drafts(scheduled.rows, given, scheduled.literal_drafts)
 
     def advance(self, scheduled: ScheduledRows) -> None:
-        """The scheduled tokens have their KV now; drafts do not count before they are accepted."""
+        """Counts the scheduled tokens as computed, but not drafts before they are accepted."""
         self.computed_counts[scheduled.rows] += scheduled.sure_counts
 
     def put_drafts(self, rows: IntColumn, counts: IntColumn, drafts: IntColumn) -> None:
@@ -100,14 +100,14 @@ class RequestState:
 
     def accept_drafts(self, rows: IntColumn, counts: IntColumn, step_id: int) -> None:
         """Makes the first `counts` drafts of each row its tokens; their KV is written. The other
-        drafts leave the row. Once for each row that verified drafts in the step, after `advance`.
+        drafts leave the row. Called once for each row that verified drafts, after `advance`.
         """
         self.known_counts[rows] += counts
         self.computed_counts[rows] += counts
         self._accepted.record(rows, step_id, counts)
 
     def record_held(self, rows: IntColumn, step_id: int) -> None:
-        """The rows wait for Sample. They do so until they are sampled, scheduled or removed."""
+        """Notes that the rows wait for Sample, until they are sampled, scheduled or removed."""
         self.held_steps[rows] = step_id
 
     def require_held(self, rows: IntColumn, step_id: int) -> None:
@@ -127,8 +127,8 @@ class RequestState:
     def record_faults(self, rows: IntColumn, step_id: int) -> None:
         """Keeps a placeholder for rows that failed in a step.
 
-        A plan that was sent before the fault was known may name the step as their source. Refusing
-        it would punish the other rows; the tokens of these are undefined and must be ignored.
+        A plan that was sent before the fault was known may name the step as their source. To refuse
+        it would punish the other rows. The failed rows' tokens are undefined and must be ignored.
         """
         self.record_sampled(rows, np.zeros_like(rows), step_id)
 
@@ -227,7 +227,7 @@ class RequestState:
         return np.where(np.isin(rows, fresh), np.int32(0), accepted)
 
     def _check_verifying(self, plan: StepPlan) -> None:
-        """Only a token that is sampled within the step verifies a draft."""
+        """Refuses drafts of rows that do not sample within the step."""
         kinds = self.end_kinds.copy()
         for sequence in plan.added:
             kinds[sequence.row] = _END_KINDS[sequence.output]

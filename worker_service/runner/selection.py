@@ -24,8 +24,8 @@ def select_executor(
     attention_backend: str | None,
     candidates: Sequence[ExecutorType] = EXECUTORS,
 ) -> ExecutorType:
-    """The first candidate of that name and attention backend, None being any, whose probe finds
-    nothing against it.
+    """The first candidate of that name and attention backend that its probe lets run here. None
+    stands for any name or backend.
 
     Every refusal is logged with its reason. Raises ExecutorUnavailable when none is left.
     """

@@ -1,6 +1,6 @@
 """Draws of one token per row: temperature, min-p, top-k, top-p, then one uniform number.
 
-Each row takes the path that its own parameters name, and every sum runs in a fixed order, in
+Each row takes the path that its own parameters choose. Every sum runs in a fixed order, in
 float64. Equal logits rank by token id, the lowest first.
 """
 
@@ -22,8 +22,8 @@ from worker_service.sampling.state import SamplingBatch
 
 # Rows that need at most this many candidates are ranked without sorting the vocabulary.
 _CANDIDATES = 1024
-# Whole vocabularies are weighed this many rows at a time on a CPU: their float64 then stays in its
-# cache, which takes a third of the time.
+# On a CPU, whole vocabularies are weighed this many rows at a time: their float64 weights then stay
+# in its cache, which takes a third of the time.
 _ROWS_AT_ONCE = 2
 
 
@@ -40,7 +40,7 @@ class _Path(Enum):
 class _Rows:
     """Rows that draw: `logits` float32 [n, vocabulary]; the rest [n, 1], float64 but `top_k`.
 
-    `uses_min_p`: whether any row's is above 0.
+    `uses_min_p`: whether any row's min-p is above 0.
     """
 
     logits: torch.Tensor
@@ -59,7 +59,7 @@ class _Rows:
         return self._of_each(lambda column: column.index_select(0, indices))
 
     def parts(self) -> Iterator[_Rows]:
-        """The rows in order, in parts whose whole vocabularies are weighed fastest."""
+        """The rows in order, in parts of the size that is weighed fastest."""
         count = self.logits.shape[0]
         step = _ROWS_AT_ONCE if self.logits.device.type == "cpu" else count
         for start in range(0, count, step):
@@ -143,13 +143,13 @@ def _draw_path(path: _Path, rows: _Rows) -> torch.Tensor:
 
 
 def _draw_top_p(rows: _Rows) -> torch.Tensor:
-    """top-p alone. The likeliest candidates nearly always reach it."""
+    """Draws by top-p alone. The likeliest candidates nearly always reach it."""
     totals = torch.cat([part.sums()[:, -1:] for part in rows.parts()])
     return _draw_ranked(rows, totals, _CANDIDATES)
 
 
 def _draw_small_top_k(rows: _Rows) -> torch.Tensor:
-    """A small top-k. One candidate more than it keeps shows whether the last kept is tied."""
+    """Draws by a small top-k. One more candidate than it keeps shows whether the last is tied."""
     return _draw_ranked(rows, None, int(rows.top_k.max()) + 1)
 
 
@@ -162,7 +162,7 @@ def _draw_ranked(rows: _Rows, totals: torch.Tensor | None, count: int) -> torch.
         return _draw_sorted(rows, totals)
     values, ids = _ranked_candidates(rows.logits, count)
     kept = _kept_weights(rows, values, totals)
-    # A row needs more when its last token kept may be tied with one that is no candidate.
+    # A row needs more when its last kept token may be tied with one that is not a candidate.
     last = ((kept > 0).sum(dim=-1, keepdim=True) - 1).clamp_(min=0)
     tokens = _pick(kept, ids, rows.uniform)
     needing = torch.nonzero((values.gather(1, last) <= values[:, -1:]).squeeze(1)).squeeze(1)
@@ -173,8 +173,8 @@ def _draw_ranked(rows: _Rows, totals: torch.Tensor | None, count: int) -> torch.
 
 
 def _draw_sorted(rows: _Rows, totals: torch.Tensor | None) -> torch.Tensor:
-    """Draws tokens [n] among all. Sorts the logits without their ids: the lowest logit that is kept
-    says which tokens are kept; among those equal to it the lowest ids are."""
+    """Draws tokens [n] among all. Sorts the logits without their ids: the lowest kept logit says
+    which tokens are kept. Among the tokens equal to it, those with the lowest ids are kept."""
     values = _sorted_descending(rows.logits)
     kept_count = (_kept_weights(rows, values, totals) > 0).sum(dim=-1, keepdim=True)
     least = values.gather(1, (kept_count - 1).clamp_(min=0))

@@ -21,7 +21,7 @@ _WORD = np.uint64(32)
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws of one position never share numbers."""
+    """What a draw is for. Draws for different purposes at one position never share numbers."""
 
     TOKEN = 0
 

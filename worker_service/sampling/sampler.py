@@ -27,8 +27,8 @@ _LOGIT_STAGES: tuple[_Stage, ...] = (apply_masks,)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """`tokens` int32 [S], meaningful where neither flag is set: `invalid_logits`, the row's logits
-    hold NaN or +inf or allow nothing but -inf; `empty_mask`, its mask allows no token."""
+    """`tokens` int32 [S], defined where neither flag is set. `invalid_logits`: the row's logits
+    hold NaN or +inf, or nothing but -inf. `empty_mask`: its mask allows no token."""
 
     tokens: IntColumn
     invalid_logits: BoolColumn
@@ -52,9 +52,9 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 
 
 def _highest(logits: torch.Tensor) -> tuple[IntColumn, FloatColumn]:
-    """Each row's first highest token int32 [S] and its logit [S]: NaN in a row that holds one."""
+    """Each row's highest token int32 [S] and its logit [S]: the first of equals, NaN above all."""
     if logits.device.type == "cpu" and logits.dtype is torch.float32:
-        # An eighth of the time of torch's maximum, on one thread.
+        # Takes an eighth of the time of torch's maximum, on one thread.
         host = logits.numpy()
         tokens = host.argmax(axis=1)
         return tokens.astype(np.int32), host[np.arange(tokens.size), tokens]

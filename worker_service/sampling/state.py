@@ -1,7 +1,7 @@
-"""What sampling keeps of each row of the persistent batch, and what it takes from there. No torch.
+"""What sampling keeps for each row of the persistent batch, and what a step takes of it. No torch.
 
-Whatever else sampling has to remember of a row (counts for penalties, biases) belongs here, beside
-the parameters: a row that asks for none of it costs nothing.
+Anything more that sampling must remember of a row (counts for penalties, biases) belongs here,
+beside the parameters. A row that asks for none of it must cost nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SamplingState:
         self._parameters = SamplingColumns.empty(row_count)
 
     def check(self, plan: StepPlan) -> None:
-        """Raises PlanInvalid when an added sequence's parameters are outside of their ranges."""
+        """Raises PlanInvalid when an added sequence's parameters are outside their ranges."""
         for index, sequence in enumerate(plan.added):
             for name, allowed in PARAMETER_RANGES.items():
                 if getattr(sequence.sampling, name) not in allowed:
@@ -41,15 +41,15 @@ class SamplingState:
                     )
 
     def add(self, sequence: AddedSequence) -> None:
-        """Takes the sampling of a sequence that enters the batch. It has been checked."""
+        """Takes the parameters of a sequence that enters the batch and that `check` has passed."""
         self._parameters.put(sequence.row, sequence.sampling)
 
     def parameters(self, rows: IntColumn) -> SamplingColumns:
-        """The parameters of `rows` int32 [n], any number of times each."""
+        """The parameters of `rows` int32 [n]; a row may occur any number of times."""
         return self._parameters.take(rows)
 
     def gather(
         self, rows: IntColumn, positions: IntColumn, masks: MaskBatch | None = None
     ) -> SamplingBatch:
-        """What tokens of `rows` int32 [S], any number of each, are sampled by."""
+        """What it takes to sample a token for each of `rows` int32 [S]; a row may occur again."""
         return SamplingBatch(self.parameters(rows), positions, masks)

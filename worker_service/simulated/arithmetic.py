@@ -1,4 +1,4 @@
-"""The simulated model: what tokens leave in the KV, and which token follows from what lies there.
+"""The simulated model: what a token writes to the KV, and which token follows from the KV.
 
 All values are uint64 and wrap around.
 """
@@ -14,18 +14,18 @@ Words = npt.NDArray[np.uint64]
 
 
 def mix(token_ids: IntColumn, positions: IntColumn) -> Words:
-    """What a token at a position leaves in the KV, uint64 [tokens]."""
+    """What a token at a position writes to the KV, uint64 [tokens]."""
     return scramble((token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64))
 
 
 def position_weights(positions: Words) -> Words:
-    """Odd factors that tell the order of equal contents apart."""
+    """Odd factors that make a sum depend on the order of what is added up."""
     return positions * np.uint64(2) + np.uint64(1)
 
 
 def preferences(sums: Words, seeds: Words, positions: Words) -> Words:
-    """A hash in place of logits, uint64 [n]: of all that lies before a position, weighed and added
-    up, of the seed (0: greedy) and of the position."""
+    """A hash in place of logits, uint64 [n]. It depends on the weighted sum of the KV before a
+    position, on the seed (0: greedy), and on the position."""
     return scramble(sums ^ scramble(seeds ^ scramble(positions)))
 
 

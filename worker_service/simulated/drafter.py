@@ -21,7 +21,7 @@ _WRONG_ONE_IN = 3
 def propose(token_ids: IntColumn, count: int, seed: int, vocabulary_size: int) -> list[int]:
     """`count` drafts behind the tokens int32 [n] of a sequence, whose seed is 0 when it is greedy.
 
-    Looks at the tokens, not at the KV: where that is wrong, so are all drafts.
+    It reads the tokens, not the KV: when the KV is wrong, all drafts are wrong.
     """
     positions = np.arange(token_ids.size, dtype=np.uint64)
     left = mix(token_ids, positions.astype(np.int32))

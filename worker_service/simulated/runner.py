@@ -2,8 +2,8 @@
 
 It keeps the real runner's contract through the same RequestState and input preparation, and a KV
 pool of one 64-bit number per slot. A sampled token depends on every number its block table leads to
-and on their order, so a mistake in anybody's block accounting changes tokens, as it would with a
-model.
+and on their order, so a mistake in either plane's block accounting changes tokens, as it would with
+a model.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class SimulatedRunner:
     def _sample(
         self, plan: StepPlan, batch: StepBatch, interest: LogitBatch, preferred: Words
     ) -> StepResult:
-        """Takes a token for each position [L], and of those what verification leaves."""
+        """Takes a token for each position [L], and keeps those that verification leaves."""
         tokens, rows = choose(preferred, self._model.vocabulary_size), interest.rows
         counts = np.ones_like(rows)
         if plan.scheduled.draft_counts.any():
