@@ -207,7 +207,7 @@ void attend_split(const Shape& shape, const Unit& unit, int64_t split, const Uni
   memcpy(out.out, running.out, static_cast<size_t>(rows * shape.dim) * sizeof(float));
 }
 
-// Takes the next part into the whole; the first one that a row sees becomes its whole.
+// Merges the next part into the whole. The first part that a row sees becomes its whole.
 void merge(Part whole, Part next, int64_t rows, int64_t dim) {
   for (int64_t row = 0; row < rows; ++row) {
     if (next.sums[row] == 0.0f) continue;

@@ -14,7 +14,8 @@ namespace TWK_NAMESPACE {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kTileVectors = kTileKeys / kWidth;
-// Vectors that a block of rows accumulates at once: more for few rows, whose chains are few.
+// Vectors that a block of rows accumulates at once: more with few rows, so that there are enough
+// independent chains.
 constexpr int block_vectors(int rows) { return rows * 2 <= kTileRows ? 4 : 2; }
 constexpr float kMasked = -__builtin_inff();
 
@@ -26,7 +27,8 @@ struct Running {
 };
 
 // One tile of one sequence and KV head, by vectors of kWidth keys, as float or bf16. Keys before
-// `begin` and from `end` on may hold anything. A vector that holds no key between has no pointer.
+// `begin` and from `end` on may hold anything. The pointer of a vector without a key in [begin, end)
+// is null.
 template <typename Stored>
 struct KeyTile {
   int64_t start;  // absolute position of key 0
@@ -48,7 +50,7 @@ class Ahead {
   void add(const void* piece) { pieces_[count_++] = static_cast<const char*>(piece); }
   bool empty() const { return index_ == count_; }
 
-  // The start of the next `bytes`; any valid address once everything has been handed out.
+  // The start of the next `bytes`; any valid address once every piece has been handed out.
   const char* take(int64_t bytes) {
     if (empty()) return pieces_[0];
     const char* const start = pieces_[index_] + offset_;
@@ -65,7 +67,7 @@ class Ahead {
   int64_t count_ = 0, index_ = 0, offset_ = 0, piece_bytes_ = 0;
 };
 
-// Lines to prefetch in each turn of a loop that reads `vectors` vectors a turn: as many as it reads.
+// Lines to prefetch per turn of a loop that reads `vectors` vectors per turn: as many as it reads.
 template <typename Stored>
 constexpr int lines_a_turn(int vectors) {
   const int bytes = vectors * kWidth * static_cast<int>(sizeof(Stored));
@@ -102,7 +104,7 @@ TWK_KERNEL void score_block(const float* queries, const KeyTile<Stored>& tile, i
   }
   for (int64_t d = 0; d < head_dim; ++d) {
     lines.prefetch(d);
-    if constexpr (kRows < kVectors) {  // the operands that are fewer stay in registers
+    if constexpr (kRows < kVectors) {  // the smaller set of operands stays in registers
       Vec query[kRows];
       TWK_UNROLL for (int r = 0; r < kRows; ++r) query[r] = set(queries[r * head_dim + d]);
       TWK_UNROLL for (int v = 0; v < kVectors; ++v) {

@@ -1,4 +1,4 @@
-// The exported functions: picks the instruction set, then only forwards.
+// The exported functions. Opening a context picks the instruction set; the others only forward.
 #include <exception>
 
 #include "context.h"

@@ -24,7 +24,7 @@ TWK_INLINE Vec exp2_unclamped(Vec x) {
   return scale_by_power(power_of_fraction(x - n), n);
 }
 
-// 2^x for x <= 0, where anything below -126 counts as nothing: exactly 0. NaN gives NaN.
+// 2^x for x <= 0. Anything below -126 gives exactly 0, NaN gives NaN.
 TWK_INLINE Vec exp2_negative(Vec x);
 
 // e^x, clamped to [-87, 88]: finite and above 0 for every x that is not NaN.

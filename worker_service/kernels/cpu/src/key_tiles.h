@@ -1,4 +1,4 @@
-// Finding a sequence's tiles of keys and values in the paged cache, and asking for them ahead.
+// Finding a sequence's tiles of keys and values in the paged cache, and prefetching them.
 #pragma once
 
 #include "abi.h"

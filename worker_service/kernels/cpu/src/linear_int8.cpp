@@ -1,9 +1,9 @@
 // y = x W^T (+ bias) for W in int8, summed in integers.
 //
-// A row of x becomes int16, symmetric, a scale per group of columns as the weights have: its error
-// is a 2^-16th of the group's largest magnitude, two hundred times less than that of the weights.
-// Two products and their sum are then one instruction, for twice as many columns as float32 has in
-// a vector, and the weights are widened by one instruction instead of two.
+// A row of x is quantized symmetrically to int16, with a scale per group of columns as the weights
+// have. Its error is a 2^-16th of the group's largest magnitude, two hundred times less than that
+// of the weights. Two products and their sum are then one instruction, for twice as many columns as
+// float32 has in a vector, and one instruction widens the weights instead of two.
 //
 // Batch invariance: a row is quantized by itself. A group's products are summed in integers, which
 // no order can change; then the groups are added up in order, each by one fused multiply-add of its
@@ -16,7 +16,7 @@ namespace TWK_NAMESPACE {
 namespace {
 
 constexpr float kLargest = 32767.0f;
-// Below, the inverse of the scale would overflow: such a group counts as zeros.
+// Below this magnitude the inverse of the scale would overflow: such a group counts as zeros.
 constexpr float kSmallest = 1e-30f;
 constexpr int64_t kFetchAhead = 4096;
 

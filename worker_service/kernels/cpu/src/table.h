@@ -26,7 +26,8 @@ struct Kernels {
 #undef TWK_FIELD
 };
 
-// Null where the library was built without it or the CPU lacks it: asked by the dispatcher only.
+// Null where the library was built without the instruction set or the CPU lacks it. Only the
+// dispatcher calls these.
 const Kernels* portable_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
