@@ -11,6 +11,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    from twinplane.process.exit import exit_at_once
     from twinplane.process.logs import LogFormat, configure
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return app.run(config)
     except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain
-        return 130
+        exit_at_once(130)
 
 
 if __name__ == "__main__":
