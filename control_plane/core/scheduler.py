@@ -173,6 +173,16 @@ class Scheduler:
         """The sequence's last changes of state, oldest first; bounded over all sequences."""
         return self._ledger.story.of([sequence_id])
 
+    def inflight_story(self) -> list[str]:
+        """The same of all sequences that messages in flight are about."""
+        return self._ledger.story.of(
+            {
+                sequence.sequence_id
+                for message in self._ledger.inflight
+                for sequence in message.sequences
+            }
+        )
+
 
 def _kv_identity(
     config: SchedulerConfig, weight_version: WeightVersion

@@ -297,7 +297,11 @@ class Replica:
         if verdict.give_up_requests:
             _logger.error(
                 "requests given up: no worker could execute them",
-                extra=fields(replica=self.number, sequence_count=self._sequence_count()),
+                extra=fields(
+                    replica=self.number,
+                    sequence_count=self._sequence_count(),
+                    story="; ".join(self._scheduler().inflight_story()),
+                ),
             )
             self._listener.fail(self, "the worker failed several times on this request")
         return verdict

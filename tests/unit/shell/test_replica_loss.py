@@ -170,7 +170,9 @@ def test_a_worker_that_can_not_be_used_is_refused_and_tried_again() -> None:
     run_virtual(main)
 
 
-def test_a_request_that_kills_every_worker_is_given_up() -> None:
+def test_a_request_that_kills_every_worker_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    """The log tells its story, with no token in it."""
+
     class Poisoned(FakeWorker):
         async def receive(self) -> StepResult:
             await self._plans.get()
@@ -186,6 +188,10 @@ def test_a_request_that_kills_every_worker_is_given_up() -> None:
             assert worker.attach_count == 5
 
     run_virtual(main)
+    (record,) = [r for r in caplog.records if r.getMessage().startswith("requests given up")]
+    story = record.fields["story"]  # type: ignore[attr-defined]
+    assert story.startswith("sequence 1, step 0: submitted; sequence 1, step 0: started in row 0")
+    assert story.count("lost its worker") == 4
 
 
 class Starting(FakeWorker):
