@@ -44,8 +44,9 @@ def main(argv: Sequence[str]) -> int:
     if namespace.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     else:
+        width = max(len(finding.subject) for finding in findings)
         for finding in findings:
-            print(_line(finding, sys.stdout))
+            print(_line(finding, width, sys.stdout))
     return 1 if any(finding.state is State.FAIL for finding in findings) else 0
 
 
@@ -63,9 +64,10 @@ def _checks(
     )
 
 
-def _line(finding: Finding, output: TextIO) -> str:
+def _line(finding: Finding, width: int, output: TextIO) -> str:
+    """One line for people, with the subject padded to `width`."""
     state = f"{finding.state.value:4}"
     if output.isatty():
         state = f"\x1b[{_COLOURS[finding.state]}m{state}\x1b[0m"
     fix = f"; fix: {finding.fix}" if finding.fix else ""
-    return f"{state}  {finding.subject:20}{finding.detail}{fix}"
+    return f"{state}  {finding.subject:{width}}  {finding.detail}{fix}"

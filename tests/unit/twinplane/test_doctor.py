@@ -209,11 +209,21 @@ def test_the_exit_code_is_1_only_for_failures(
     warning = Finding(State.WARN, "subject", "detail", "do this")
     monkeypatch.setattr(doctor, "_checks", lambda *_: (lambda: [warning],))
     assert doctor.main([]) == 0
-    assert capsys.readouterr().out == "warn  subject             detail; fix: do this\n"
+    assert capsys.readouterr().out == "warn  subject  detail; fix: do this\n"
     failure = Finding(State.FAIL, "subject", "detail", "do that")
     monkeypatch.setattr(doctor, "_checks", lambda *_: (lambda: [warning, failure],))
     assert doctor.main(["--json"]) == 1
     assert [entry["state"] for entry in json.loads(capsys.readouterr().out)] == ["warn", "fail"]
+
+
+def test_every_detail_starts_in_one_column(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [Finding(State.OK, "a", "one"), Finding(State.OK, "a longer subject", "two")]
+    monkeypatch.setattr(doctor, "_checks", lambda *_: (lambda: findings,))
+    assert doctor.main([]) == 0
+    short, long = capsys.readouterr().out.splitlines()
+    assert short.index("one") == long.index("two")
 
 
 def test_the_doctor_itself_imports_no_torch() -> None:
