@@ -1,7 +1,8 @@
 """The control plane's own words for the step contract: what a step shall do and what came of it.
 
-Twin of worker_service.domain.plan on purpose: the planes share the proto and nothing else. Columns
-are plain lists of int, parallel by row; protos/twinplane/worker/v1/step.proto says what they mean.
+Twin of worker_service.domain.plan on purpose: the values of a step are each plane's own
+(docs/adr/0014). Columns are plain lists of int, parallel by row;
+protos/twinplane/worker/v1/step.proto says what they mean.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ranges of a value's fields, declared beside them: `temperature: Annotated[float, Range(0, 100)]`.
 
-Twin of worker_service.domain.ranges on purpose: the planes share the proto and nothing else.
+Twin of worker_service.domain.ranges on purpose: neither plane imports the other, and the
+control core imports nothing but itself (docs/adr/0014).
 """
 
 from __future__ import annotations

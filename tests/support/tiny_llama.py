@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import (
     LlamaConfig,
@@ -35,6 +36,9 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+_RNG = np.random.default_rng(17)
+PROMPTS = [_RNG.integers(0, VOCABULARY, length).tolist() for length in (30, 1, 7, 64, 16, 3)]
+"""Token ids shorter than, as long as and longer than a block and a chunk."""
 
 
 def llama(**changes: Any) -> PreTrainedModel:

@@ -1,7 +1,8 @@
 """A step: what it shall do and what came of it. Values only.
 
-Twin of control_plane.core.plan on purpose: the planes share the proto and nothing else. Columns are
-parallel by row; protos/twinplane/worker/v1/step.proto says what they mean.
+Twin of control_plane.core.plan on purpose: the values of a step are each plane's own
+(docs/adr/0014). Columns are parallel by row; protos/twinplane/worker/v1/step.proto says what they
+mean.
 """
 
 from __future__ import annotations

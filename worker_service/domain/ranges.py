@@ -1,6 +1,7 @@
 """Ranges of a value's fields, declared beside them: `temperature: Annotated[float, Range(0, 100)]`.
 
-Twin of control_plane.core.ranges on purpose: the planes share the proto and nothing else.
+Twin of control_plane.core.ranges on purpose: neither plane imports the other, and the
+control core imports nothing but itself (docs/adr/0014).
 """
 
 from __future__ import annotations
