@@ -146,7 +146,7 @@ class WorkerFacade:
         RunnerFailed. Cancelling it leaves the plan in the queue.
         """
         arrived = self._clock()
-        return await self._enqueue_step(plan.epoch, pipeline, lambda log: log.launch(plan, arrived))
+        return await self._enqueue_step(plan, pipeline, lambda log: log.launch(plan, arrived))
 
     async def submit_sample(
         self, plan: SamplePlan, pipeline: Pipeline | None = None
@@ -154,7 +154,7 @@ class WorkerFacade:
         """Queues the sampling of held rows, as `submit` queues a plan."""
         arrived = self._clock()
         return await self._enqueue_step(
-            plan.epoch, pipeline, lambda log: log.launch_sample(plan, arrived)
+            plan, pipeline, lambda log: log.launch_sample(plan, arrived)
         )
 
     def worker_info(self) -> WorkerInfo:
@@ -190,7 +190,7 @@ class WorkerFacade:
 
     async def _enqueue_step(
         self,
-        epoch: int,
+        plan: StepPlan | SamplePlan,
         pipeline: Pipeline | None,
         launch: Callable[[StepLog], LoggedStep],
     ) -> asyncio.Future[StepResult]:
@@ -199,16 +199,17 @@ class WorkerFacade:
         def work() -> LoggedStep:
             _require_open(pipeline.refused)
             try:
-                self._require_claim(epoch)  # again: it may have changed while this waited
+                self._require_claim(plan.epoch)  # again: it may have changed while this waited
                 return launch(log)
-            except WorkerError:
+            except WorkerError as error:
                 pipeline.refused = True
+                error.step_id = plan.step_id
                 raise
 
         _require_open(pipeline.ended)
         try:
             log = self._require_loaded().log
-            self._require_claim(epoch)
+            self._require_claim(plan.epoch)
             loaded = await self._acquire_room()
         except WorkerError:
             pipeline.ended = True

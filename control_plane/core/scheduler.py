@@ -7,13 +7,14 @@ ledger.py keeps the books.
 
 from __future__ import annotations
 
-from control_plane.core import planner, update
+from control_plane.core import planner, suspicion, update
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.ledger import Ledger
 from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import rank_of
+from control_plane.core.suspicion import Accusation
 from control_plane.core.tokens import Tokens
 
 
@@ -103,6 +104,15 @@ class Scheduler:
         """Takes the result of the oldest message in flight. Raises ResultMismatch for any other."""
         return update.apply_result(self._ledger, result)
 
+    def accuse(self, accusation: Accusation, max_strikes: int) -> list[SequenceOutput]:
+        """A claim ended while plans were in flight. Ends those that are surely to blame.
+
+        To be called once for such an end, before `resync`. A sequence is to blame when the worker
+        named it for certain, or when it has been in flight at `max_strikes` such ends without any
+        progress, the last of them alone. It ends with FAULT.
+        """
+        return suspicion.judge(self._ledger, accusation, max_strikes)
+
     def resync(
         self,
         config: SchedulerConfig,
@@ -179,7 +189,7 @@ class Scheduler:
             {
                 sequence.sequence_id
                 for message in self._ledger.inflight
-                for sequence in message.sequences
+                for _, sequence in message.members()
             }
         )
 

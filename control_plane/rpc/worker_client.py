@@ -30,6 +30,9 @@ from twinplane.worker.v1 import (
 
 CONTRACT_VERSION = 1
 
+_MAX_DIGITS = 20
+"""Of a 64-bit number."""
+
 _CHANNEL_OPTIONS = (
     *WORKER_CONNECTION_OPTIONS,
     NO_PROXY,
@@ -138,7 +141,20 @@ def _translate(status: Status) -> WorkerLost | WorkerRefused:
         return WorkerLost(f"{status.code.name}: {status.message}")
     reason = RefusalReason(status.reason)
     known = reason is not RefusalReason.UNKNOWN
-    return WorkerRefused(reason, status.message if known else f"{status.reason}: {status.message}")
+    message = status.message if known else f"{status.reason}: {status.message}"
+    step_ids = _numbers(status.metadata.get("step_id", ""))
+    rows = _numbers(status.metadata.get("rows", ""))
+    return WorkerRefused(reason, message, step_ids[0] if step_ids else 0, rows)
+
+
+def _numbers(text: str) -> list[int]:
+    """Comma-separated numbers; none where any of them is something else."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(map(_is_number, parts)) else []
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 async def _ended(call: Any) -> WorkerLost | WorkerRefused:

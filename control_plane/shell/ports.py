@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from control_plane.core.events import Stats
-from control_plane.core.plan import Message, StepResult, WeightVersion
+from control_plane.core.plan import Message, Row, StepResult, WeightVersion
 
 HELD_SAMPLING = "held_sampling"
 """The feature that a request with masks needs."""
@@ -101,11 +101,19 @@ class RefusalReason(StrEnum):
 
 
 class WorkerRefused(Exception):
-    """The worker refused a message and said why."""
+    """The worker refused a message and said why.
 
-    def __init__(self, reason: RefusalReason, message: str) -> None:
+    `step_id` is the refused message's, 0 when the worker did not say. `rows` are those of it that
+    are to blame, as far as the worker can say.
+    """
+
+    def __init__(
+        self, reason: RefusalReason, message: str, step_id: int = 0, rows: Sequence[int] = ()
+    ) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+        self.step_id = step_id
+        self.rows = tuple(map(Row, rows))
 
 
 class WorkerUnusable(Exception):

@@ -32,6 +32,7 @@ from control_plane.core.placement import Load
 from control_plane.core.plan import StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
+from control_plane.core.suspicion import Accusation
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import (
@@ -217,7 +218,6 @@ class Replica:
             event = self._inbox.popleft()
             if isinstance(event, Exception):
                 raise event
-            self._claim.received_result()
             now = self._clock()
             self._listener.deliver(self._scheduler().update(event), now)
             control_seconds = self._planning_seconds + self._clock() - now
@@ -286,25 +286,33 @@ class Replica:
         """Notes that the claim, or an attempt to make one, is over."""
         was_attached = self._claim.is_attached
         end = _end_of(error)
-        inflight_count = 0 if self._core is None else self._core.inflight_count
-        verdict = self._claim.ended(end, self._clock(), inflight_count)
+        verdict = self._claim.ended(end, self._clock())
         if was_attached:
             self._only_disconnected = end.kind is EndKind.UNREACHABLE
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
             _log_end(end, error, verdict, self.number, self._sequence_count())
-        if verdict.give_up_requests:
+        if verdict.accuses_inflight:
+            self._accuse(error)
+        return verdict
+
+    def _accuse(self, error: _ClaimError) -> None:
+        """Ends the sequences that are surely to blame for the end of a claim."""
+        core = self._scheduler()
+        accusation = _accusation_of(error)
+        outputs = core.accuse(accusation, self._settings.claim.max_failed_claims)
+        for output in outputs:
             _logger.error(
-                "requests given up: no worker could execute them",
+                "request ended: the worker can't execute it",
                 extra=fields(
                     replica=self.number,
-                    sequence_count=self._sequence_count(),
-                    story="; ".join(self._scheduler().inflight_story()),
+                    error=str(error),
+                    step_id=accusation.step_id,
+                    story="; ".join(core.story(output.sequence_id)),
                 ),
             )
-            self._listener.fail(self, "the worker failed several times on this request")
-        return verdict
+        self._listener.deliver(outputs, self._clock())
 
     async def _wait_out(self, delay: float) -> None:
         """Waits before the next claim; sequences whose patience ends meanwhile fail then."""
@@ -329,6 +337,14 @@ class Replica:
         return self._core
 
 
+def _accusation_of(error: _ClaimError) -> Accusation:
+    """What an error says about who is to blame. A plan that is invalid is so in any state."""
+    if not isinstance(error, WorkerRefused):
+        return Accusation(detail=str(error))
+    is_certain = error.reason is RefusalReason.INVALID_PLAN
+    return Accusation(error.step_id, error.rows, is_certain, str(error))
+
+
 def _end_of(error: _ClaimError) -> ClaimEnd:
     """An error of the worker's as the claim takes it."""
     match error:
@@ -338,6 +354,8 @@ def _end_of(error: _ClaimError) -> ClaimEnd:
             return ClaimEnd(EndKind.CONTESTED, error.reason)
         case WorkerRefused(reason=RefusalReason.WORKER_LOADING):
             return ClaimEnd(EndKind.LOADING, error.reason)
+        case WorkerRefused(reason=RefusalReason.WORKER_DRAINING):
+            return ClaimEnd(EndKind.DRAINING, error.reason)
         case WorkerRefused():
             return ClaimEnd(EndKind.REFUSED, error.reason)
         case WorkerUnusable() | ResultMismatch():

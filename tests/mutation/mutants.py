@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "hit-within-the-plan",
         "planner.py",
-        "        self.chunked.append(sequence)\n",
+        "        self.chunks.append((sequence.row, sequence, start))\n",
         "        self.ledger.cache.register(sequence)\n",
     ),
     Mutant("budget-not-spent", "planner.py", "        self.budget -= end - start\n", ""),

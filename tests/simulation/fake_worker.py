@@ -230,10 +230,13 @@ class FakeWorker:
         if not self._connected:
             raise WorkerLost("connection broken")
         try:
-            return self.machine.execute(plan)
+            return self._execute(plan)
         except WorkerRefused:
             self._connected = False
             raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        return self.machine.execute(plan)
 
     async def detach(self) -> None:
         self._connected = False

@@ -37,7 +37,9 @@ class SamplingState:
             for name, allowed in PARAMETER_RANGES.items():
                 if getattr(sequence.sampling, name) not in allowed:
                     raise PlanInvalid(
-                        f"plan.added[{index}].sampling.{name}", f"must be in {allowed}"
+                        f"plan.added[{index}].sampling.{name}",
+                        f"must be in {allowed}",
+                        (sequence.row,),
                     )
 
     def add(self, sequence: AddedSequence) -> None:
