@@ -212,8 +212,9 @@ def _check_columns(scheduled: ScheduledRows) -> None:
         if column.size != count:
             raise PlanInvalid(f"{path}.{name}", f"{column.size} entries for {count} rows")
         _refuse(scheduled, column < 0, name, "negative or too large")
-    if not scheduled.draft_counts.size and scheduled.literal_draft_counts.any():
-        raise PlanInvalid(f"{path}.literal_draft_counts", "must be 0 or the row's draft count")
+    if not scheduled.draft_counts.size and scheduled.literal_draft_counts.size:
+        given = scheduled.literal_draft_counts != 0
+        _refuse(scheduled, given, "literal_draft_counts", "must be 0 or the row's draft count")
     for name, counts_name in _FLAT_COLUMNS.items():
         expected = int(getattr(scheduled, counts_name).sum(dtype=np.int64))
         if expected != getattr(scheduled, name).size:
