@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from twinplane.bounds import MAX_EPOCH
 from twinplane.process.logs import fields
 from worker_service.device_thread import DeviceThread
 from worker_service.domain.capability import Capability, MemoryPool
@@ -124,6 +125,8 @@ class WorkerFacade:
         """
         log = self._require_loaded().log
         version = _shared_version(minimum_version, maximum_version)
+        if epoch > MAX_EPOCH:
+            raise PlanInvalid("epoch", f"must be at most {MAX_EPOCH}: another has to follow")
         if epoch <= self._claimed_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the current, {self._claimed_epoch}")
         previous, self._claimed_epoch = self._claimed_epoch, epoch

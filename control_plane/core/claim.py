@@ -205,4 +205,5 @@ class Claim:
         if end.cause in self._told_causes:
             return Loudness.SILENT
         self._told_causes.add(end.cause)
-        return Loudness.INFO
+        # What does not pass by waiting is somebody's to mend.
+        return Loudness.WARNING if end.kind is EndKind.REFUSED else Loudness.INFO

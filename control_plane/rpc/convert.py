@@ -154,14 +154,14 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
         row=sequence.row,
         token_ids=sequence.token_ids,
         prompt_token_count=sequence.prompt_token_count,
-        sampling=_sampling_to_pb(sequence.sampling, sequence.seed),
+        sampling=sampling_to_pb(sequence.sampling, sequence.seed),
         output=_output_kind_to_pb(sequence.output),
         block_ids=sequence.block_ids,
         computed_token_count=sequence.computed_token_count,
     )
 
 
-def _sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
+def sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
     """Copies fields by name."""
     values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     return types_pb2.SamplingParameters(seed=seed, **values)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from control_plane.core.ranges import ranges_of
 from control_plane.core.request import SamplingParams
 from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
+from twinplane.bounds import SAMPLING_RANGES
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
@@ -33,7 +33,6 @@ _MAX_STOP_STRING_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_SALT_BYTES = 128
 _MAX_REQUEST_ID_CHARACTERS = 128
-_SAMPLING_RANGES = ranges_of(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,14 +259,14 @@ def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> Ch
 
 def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
     checker.known_fields(message, "sampling.")
-    given = {field.name: value for field, value in message.ListFields() if field.name != "seed"}
-    sampling = SamplingParams(**given)
-    for name, allowed in _SAMPLING_RANGES.items():
-        value = getattr(sampling, name)
+    given = {field.name: value for field, value in message.ListFields()}
+    for name, value in given.items():
+        allowed = SAMPLING_RANGES[name]
         checker.require(
             value in allowed, f"sampling.{name}", f"{_number(value)} is not in {allowed}"
         )
-    return sampling
+    given.pop("seed", None)
+    return SamplingParams(**given)
 
 
 def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:

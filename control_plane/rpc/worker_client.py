@@ -19,7 +19,9 @@ from control_plane.shell.ports import (
     RefusalReason,
     WorkerLost,
     WorkerRefused,
+    WorkerUnusable,
 )
+from twinplane.bounds import MAX_EPOCH
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
 from twinplane.grpc.status import Status, read, read_ended
 from twinplane.worker.v1 import (
@@ -65,7 +67,8 @@ class GrpcWorker:
     async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
 
-        Raises WorkerLost, or WorkerRefused, e.g. with STALE_EPOCH.
+        Raises WorkerLost, WorkerRefused, e.g. with STALE_EPOCH, or WorkerUnusable, when no epoch is
+        left.
         """
         await self.detach()
         channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
@@ -78,6 +81,11 @@ class GrpcWorker:
                     model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout
                 )
                 epoch = max(answer.worker_info.epoch, self._last_epoch) + 1
+            if epoch > MAX_EPOCH:
+                raise WorkerUnusable(
+                    "somebody has claimed the worker under its last epoch, so that no claim can "
+                    "follow: restart the worker"
+                )
             attached = await stub.Attach(
                 model_runner_pb2.AttachRequest(
                     epoch=epoch,

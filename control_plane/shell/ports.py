@@ -117,13 +117,15 @@ class WorkerRefused(Exception):
 
 
 class WorkerUnusable(Exception):
-    """The worker answers, but this controller's settings and the worker's limits leave no room to
-    run anything.
+    """The worker answers, but nothing can run on it: this controller's settings and the worker's
+    limits leave no room, or it can't be claimed again.
     """
 
 
 class Worker(Protocol):
-    """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused."""
+    """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused, and
+    `attach` may raise WorkerUnusable.
+    """
 
     async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above its current, and opens the pipeline."""
