@@ -25,6 +25,7 @@ from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.successor import ArithmeticChange
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
@@ -172,6 +173,7 @@ def _replica_settings(config: ControlConfig) -> ReplicaSettings:
             ageing_seconds=config.ageing_seconds,
         ),
         claim=ClaimPolicy(loss_patience=config.worker_loss_patience),
+        arithmetic_change=ArithmeticChange(config.arithmetic_change),
     )
 
 

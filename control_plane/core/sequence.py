@@ -90,6 +90,8 @@ class Sequence:
     """Claims in a row that ended while it was in flight and had made no progress: suspicion.py."""
     strike_mark: int = -1
     """How far it had come at the last strike, see `reached`."""
+    arithmetic_changed: bool = False
+    """A worker that rounds otherwise went on with it, behind tokens of another."""
     cached_prompt_count: int | None = None
     """Prompt tokens found in the prefix cache when first scheduled; None before."""
 

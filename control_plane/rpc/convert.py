@@ -141,6 +141,7 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
         ),
         rank_count=max(ranks.tensor_size, 1) * max(ranks.pipeline_size, 1),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
+        arithmetic=info.arithmetic,
     )
 
 

@@ -227,6 +227,7 @@ def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generati
         stop_string=stop_string,
         stop_token_id=finish.stop_token_id if stop_string is None else None,
         usage=_usage(finish.usage),
+        arithmetic_changed=finish.arithmetic_changed,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -29,6 +29,7 @@ from control_plane.shell.engine import (
 from control_plane.shell.ports import Clock, Metrics, Worker
 from control_plane.shell.replica import Replica, ReplicaSettings
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.successor import FailureKind
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
@@ -181,15 +182,21 @@ class Fleet:
             if output.finish is not None:
                 self._forget(output.sequence_id)
 
-    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
-        """Fails a replica's sequences, or those of them that have tokens already."""
+    def fail(
+        self,
+        replica: Replica,
+        why: str,
+        *,
+        only: Collection[SequenceId] | None = None,
+        kind: FailureKind = EngineLost,
+    ) -> None:
+        """Fails a replica's sequences, or some of them."""
         failing = [
             sequence_id
             for sequence_id, sequence in self._sequences.items()
-            if sequence.replica is replica
-            and (sequence.last_token_at is not None or not mid_stream_only)
+            if sequence.replica is replica and (only is None or sequence_id in only)
         ]
-        self._fail(failing, EngineLost, why)
+        self._fail(failing, kind, why)
 
     def changed(self, replica: Replica) -> None:
         """A replica's worker was attached or lost."""
@@ -211,9 +218,7 @@ class Fleet:
                 return self.replicas[number]
         raise refusal
 
-    def _fail(
-        self, sequence_ids: Iterable[SequenceId], kind: type[EngineError], message: str
-    ) -> None:
+    def _fail(self, sequence_ids: Iterable[SequenceId], kind: FailureKind, message: str) -> None:
         for sequence_id in sequence_ids:
             sequence = self._sequences[sequence_id]
             sequence.stream.fail(kind(message))

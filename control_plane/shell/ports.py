@@ -20,7 +20,7 @@ class WorkerInfo:
 
     `features` are the contract's names in lower case, those that this controller does not know
     too. `rank_count`: how many workers execute a plan together with this one, itself included.
-    `device` is for people.
+    `device` is for people. `arithmetic` names how results round; empty: the worker does not say.
     """
 
     worker_id: str
@@ -37,6 +37,7 @@ class WorkerInfo:
     features: frozenset[str]
     rank_count: int
     device: str
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from control_plane.core import invariants
 from control_plane.core.claim import (
     Claim,
-    ClaimEnd,
     ClaimPolicy,
     ClaimState,
     EndKind,
@@ -32,7 +32,7 @@ from control_plane.core.placement import Load
 from control_plane.core.plan import StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.suspicion import Accusation
+from control_plane.shell.claim_ends import ClaimError, accusation_of, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import (
@@ -40,28 +40,35 @@ from control_plane.shell.ports import (
     Attachment,
     Clock,
     Metrics,
-    RefusalReason,
     Worker,
     WorkerLost,
     WorkerRefused,
     WorkerUnusable,
 )
-from twinplane.process.logs import Field, fields
+from control_plane.shell.successor import (
+    FAILURES,
+    ArithmeticChange,
+    FailureKind,
+    successor_of,
+    unfit,
+)
+from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
-
-_ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """How a replica schedules and how it behaves towards its worker.
 
-    `check_invariants`: audit the core whenever it is idle (tests).
+    `arithmetic_change`: what becomes of generations with tokens when their worker comes back with
+    the same weights and rounds otherwise. `check_invariants`: audit the core whenever it is idle
+    (tests).
     """
 
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     claim: ClaimPolicy = field(default_factory=ClaimPolicy)
+    arithmetic_change: ArithmeticChange = ArithmeticChange.END
     check_invariants: bool = False
 
 
@@ -72,8 +79,15 @@ class ReplicaListener(Protocol):
         """These sequences got tokens, or ended."""
         ...
 
-    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
-        """The replica can't go on with its sequences, or with those that have tokens already.
+    def fail(
+        self,
+        replica: Replica,
+        why: str,
+        *,
+        only: Collection[SequenceId] | None = None,
+        kind: FailureKind = EngineLost,
+    ) -> None:
+        """The replica can't go on with its sequences, or with some of them.
 
         All of them are finished, with FAULT, before this returns.
         """
@@ -272,35 +286,40 @@ class Replica:
         if self._core is None or before is None or last is None:
             self._core = Scheduler(config, info.epoch, info.weight_version)
             return False
-        if before.vocabulary_size != info.vocabulary_size:
-            self._listener.fail(self, "the worker came back with another model")
-        elif before.weight_version.digest != info.weight_version.digest:
-            why = "the worker came back with other weights"
-            self._listener.fail(self, why, mid_stream_only=True)
+        successor = successor_of(config, info, last.info, self._settings.arithmetic_change)
+        for obstacle, ids in unfit(self._core, successor, self.number):
+            kind = FAILURES.get(obstacle, EngineLost)
+            self._listener.fail(self, obstacle.value, only=ids, kind=kind)
         kv_kept = self._only_disconnected and attachment.has_kv_of(last)
-        outputs = self._core.resync(config, info.epoch, info.weight_version, keep_kv=kv_kept)
+        outputs = self._core.resync(
+            config,
+            info.epoch,
+            info.weight_version,
+            keep_kv=kv_kept,
+            arithmetic_changed=info.arithmetic != last.info.arithmetic,
+        )
         self._listener.deliver(outputs, self._clock())
         return kv_kept
 
-    def _end_claim(self, error: _ClaimError) -> Verdict:
+    def _end_claim(self, error: ClaimError) -> Verdict:
         """Notes that the claim, or an attempt to make one, is over."""
         was_attached = self._claim.is_attached
-        end = _end_of(error)
+        end = end_of(error)
         verdict = self._claim.ended(end, self._clock())
         if was_attached:
             self._only_disconnected = end.kind is EndKind.UNREACHABLE
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
-            _log_end(end, error, verdict, self.number, self._sequence_count())
+            log_end(end, error, verdict, self.number, self._sequence_count())
         if verdict.accuses_inflight:
             self._accuse(error)
         return verdict
 
-    def _accuse(self, error: _ClaimError) -> None:
+    def _accuse(self, error: ClaimError) -> None:
         """Ends the sequences that are surely to blame for the end of a claim."""
         core = self._scheduler()
-        accusation = _accusation_of(error)
+        accusation = accusation_of(error)
         outputs = core.accuse(accusation, self._settings.claim.max_failed_claims)
         for output in outputs:
             _logger.error(
@@ -335,47 +354,3 @@ class Replica:
     def _scheduler(self) -> Scheduler:
         assert self._core is not None
         return self._core
-
-
-def _accusation_of(error: _ClaimError) -> Accusation:
-    """What an error says about who is to blame. A plan that is invalid is so in any state."""
-    if not isinstance(error, WorkerRefused):
-        return Accusation(detail=str(error))
-    is_certain = error.reason is RefusalReason.INVALID_PLAN
-    return Accusation(error.step_id, error.rows, is_certain, str(error))
-
-
-def _end_of(error: _ClaimError) -> ClaimEnd:
-    """An error of the worker's as the claim takes it."""
-    match error:
-        case WorkerLost():
-            return ClaimEnd(EndKind.UNREACHABLE, str(error))
-        case WorkerRefused(reason=RefusalReason.STALE_EPOCH):
-            return ClaimEnd(EndKind.CONTESTED, error.reason)
-        case WorkerRefused(reason=RefusalReason.WORKER_LOADING):
-            return ClaimEnd(EndKind.LOADING, error.reason)
-        case WorkerRefused(reason=RefusalReason.WORKER_DRAINING):
-            return ClaimEnd(EndKind.DRAINING, error.reason)
-        case WorkerRefused():
-            return ClaimEnd(EndKind.REFUSED, error.reason)
-        case WorkerUnusable() | ResultMismatch():
-            return ClaimEnd(EndKind.REFUSED, str(error))
-
-
-def _log_end(
-    end: ClaimEnd, error: _ClaimError, verdict: Verdict, replica: int, sequence_count: int
-) -> None:
-    details: dict[str, Field] = {
-        "replica": replica,
-        "error": str(error),
-        "retry_seconds": round(verdict.retry_after, 3),
-        "sequence_count": sequence_count,
-    }
-    if isinstance(error, ResultMismatch):
-        details["story"] = "; ".join(error.story)
-    contested = end.kind is EndKind.CONTESTED
-    _logger.log(
-        logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
-        "another controller claimed the worker" if contested else "no worker",
-        extra=fields(**details),
-    )

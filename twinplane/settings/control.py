@@ -46,6 +46,12 @@ class ControlConfig:
     worker_loss_patience: float = option(
         60.0, "seconds a lost worker is waited for before requests fail", group=_WORKER
     )
+    arithmetic_change: str = option(
+        "end",
+        "generations with tokens whose worker comes back rounding differently end, or continue",
+        group=_WORKER,
+        choices=("end", "continue"),
+    )
 
     max_num_seqs: int | None = option(
         None, "most sequences that run at once; default: the worker's limit", group=_SCHEDULING

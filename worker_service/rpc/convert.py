@@ -170,6 +170,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
         features=sorted(_feature_to_pb(feature) for feature in capability.features),
         attention_backend=capability.attention_backend,
         executor=capability.executor,
+        arithmetic=capability.arithmetic,
     )
 
 

@@ -13,6 +13,7 @@ from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.loader import WeightLoader
 from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec
+from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import describe_device, open_device
 from worker_service.runner.executor import Executor, ExecutorConfig
 from worker_service.runner.kv_cache import KVCache, blocks_within, layer_groups
@@ -86,6 +87,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
             random_seed=options.random_seed,
+            arithmetic=arithmetic_name(device, chosen, executor),
         ),
         executor=executor,
         cache=cache,
