@@ -40,5 +40,9 @@ SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
 )
 """Of every field of SamplingParameters, by name."""
 
+WORKER_MESSAGE_BYTES = 64 * 1024 * 1024
+"""The largest message between a controller and a worker. Steps and prompts can exceed gRPC's own
+default of 4 MB by far."""
+
 MAX_EPOCH = 2**64 - 2
 """The largest epoch of a claim. A larger one would leave none for the next controller."""

@@ -27,6 +27,9 @@ from control_plane.core.plan import (
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.suspicion import next_suspect
 
+_MAX_MASK_BYTES = 4 * 1024 * 1024
+"""Of one SamplePlan: the masks of some 200 rows of a large vocabulary."""
+
 
 def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
     """The next plan, noted in the ledger as in flight; None: nothing to do.
@@ -72,7 +75,13 @@ def plan_sample(ledger: Ledger) -> SamplePlan | None:
     if not ledger.ready:
         return None
     step_id = next(iter(ledger.ready.values())).last_step
-    sequences = [sequence for sequence in ledger.ready.values() if sequence.last_step == step_id]
+    sequences, mask_bytes = [], 0
+    for sequence in ledger.ready.values():
+        if sequence.last_step == step_id:
+            mask_bytes += len(sequence.mask or b"")
+            if sequences and mask_bytes > _MAX_MASK_BYTES:
+                break  # the next message brings them
+            sequences.append(sequence)
     rows = [sequence.row for sequence in sequences]
     masked = [(sequence.row, sequence.mask) for sequence in sequences if sequence.mask]
     masks = None
@@ -98,6 +107,7 @@ class _Planner:
 
     __slots__ = (
         "added",
+        "added_token_count",
         "budget",
         "chunks",
         "columns",
@@ -117,6 +127,7 @@ class _Planner:
         self.budget = ledger.config.max_step_token_count
         self.max_draft_count = ledger.config.max_draft_token_count
         self.added: list[AddedSequence] = []
+        self.added_token_count = 0
         self.columns = ScheduledRows()
         self.sampled: list[Sequence] = []
         self.sampled_rows: list[Row] = []
@@ -238,11 +249,13 @@ class _Planner:
         """
         ledger = self.ledger
         waiting, running, pool = ledger.waiting, ledger.running, ledger.pool
-        block_size = ledger.config.block_size
+        block_size, most_added = ledger.config.block_size, ledger.config.max_added_token_count
         while self.budget > 0 and waiting and ledger.free_rows:
             sequence = waiting.first
             if sequence.pending:
                 break
+            if self.added and self.added_token_count + len(sequence.token_ids) > most_added:
+                break  # the next plan brings it
             hits = ledger.cache.lookup(sequence)
             wanted = -(-len(sequence.token_ids) // block_size) - len(hits)
             if wanted + len(running) > pool.free_count - pool.count_idle(hits):
@@ -255,6 +268,7 @@ class _Planner:
         index = len(ledger.running)
         ledger.start(sequence, hits)
         ledger.admission.note_start(now)
+        self.added_token_count += len(sequence.token_ids)
         self.added.append(
             AddedSequence(
                 row=sequence.row,
