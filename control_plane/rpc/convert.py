@@ -103,6 +103,17 @@ def message_to_pb(message: Message) -> model_runner_pb2.ExecuteRequest:
             assert_never(message)
 
 
+def unsendable_rows(message: Message) -> list[Row]:
+    """The rows of added sequences that have a number which its field can't hold."""
+    rows = []
+    for sequence in message.added if isinstance(message, StepPlan) else ():
+        try:
+            _added_to_pb(sequence)
+        except ValueError:
+            rows.append(sequence.row)
+    return rows
+
+
 def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
     """The result in an answer of the pipeline. The core checks that it fits the message."""
     if response.HasField("sample"):

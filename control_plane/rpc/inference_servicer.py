@@ -7,7 +7,7 @@ into text as they come. Errors are raised unchanged; StatusInterceptor turns the
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 import grpc
@@ -38,6 +38,10 @@ from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
 from twinplane.grpc.interceptors import REQUEST_ID
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
+
+_MAX_DELTA_CHARACTERS = 2**18
+_MAX_DELTA_TOKENS = 2**16
+"""Of one message: more gathers only for a reader that is slow for long."""
 
 GenerateContext = grpc.aio.ServicerContext[
     inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
@@ -184,18 +188,26 @@ async def _send(context: GenerateContext, stream: TokenStream) -> None:
     """Sends all that the stream has ready, again and again, until the stream ends."""
     while True:
         delta = await stream.take()
-        if delta.tokens.ids or delta.text:
-            await context.write(_delta(delta))
+        for message in _deltas(delta):
+            await context.write(message)
         if delta.finish is not None:
             finished = _finished(delta.finish, delta.stop_string)
             await context.write(inference_pb2.GenerateResponse(finished=finished))
             return
 
 
-def _delta(delta: Delta) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        delta=inference_pb2.GenerationDelta(text=delta.text, token_ids=delta.tokens.ids)
-    )
+def _deltas(delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
+    """What has gathered, in messages that any client takes: gRPC's default is 4 MB."""
+    text, token_ids = delta.text, delta.tokens.ids
+    count = max(-(-len(text) // _MAX_DELTA_CHARACTERS), -(-len(token_ids) // _MAX_DELTA_TOKENS))
+    for part in range(count):
+        characters, tokens = part * _MAX_DELTA_CHARACTERS, part * _MAX_DELTA_TOKENS
+        yield inference_pb2.GenerateResponse(
+            delta=inference_pb2.GenerationDelta(
+                text=text[characters : characters + _MAX_DELTA_CHARACTERS],
+                token_ids=token_ids[tokens : tokens + _MAX_DELTA_TOKENS],
+            )
+        )
 
 
 def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResponse:

@@ -109,7 +109,13 @@ class GrpcWorker:
         """Writes a message to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
         call = self._pipeline()
         try:
-            await call.write(convert.message_to_pb(message))
+            request = convert.message_to_pb(message)
+        except ValueError as error:  # a number that its field can't hold, which is a bug of ours
+            rows = convert.unsendable_rows(message)
+            reason = RefusalReason.INVALID_PLAN
+            raise WorkerRefused(reason, f"not sent: {error}", message.step_id, rows) from error
+        try:
+            await call.write(request)
         except asyncio.InvalidStateError as error:  # the call has ended; its status says why
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:

@@ -6,6 +6,8 @@ import logging
 
 from control_plane.core.claim import ClaimEnd, EndKind, Loudness, Verdict
 from control_plane.core.errors import ResultMismatch
+from control_plane.core.events import SequenceOutput
+from control_plane.core.scheduler import Scheduler
 from control_plane.core.suspicion import Accusation
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
 from twinplane.process.logs import Field, fields
@@ -15,7 +17,26 @@ _logger = logging.getLogger(__name__)
 ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
-def accusation_of(error: ClaimError) -> Accusation:
+def end_guilty(
+    core: Scheduler, error: ClaimError, max_strikes: int, replica: int
+) -> list[SequenceOutput]:
+    """Ends the sequences that are surely to blame for a claim's end, and logs their stories."""
+    accusation = _accusation_of(error)
+    outputs = core.accuse(accusation, max_strikes)
+    for output in outputs:
+        _logger.error(
+            "request ended: the worker can't execute it",
+            extra=fields(
+                replica=replica,
+                error=str(error),
+                step_id=accusation.step_id,
+                story="; ".join(core.story(output.sequence_id)),
+            ),
+        )
+    return outputs
+
+
+def _accusation_of(error: ClaimError) -> Accusation:
     """What an error says about who is to blame. A plan that is invalid is so in any state."""
     if not isinstance(error, WorkerRefused):
         return Accusation(detail=str(error))

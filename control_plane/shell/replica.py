@@ -32,7 +32,7 @@ from control_plane.core.placement import Load
 from control_plane.core.plan import StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
-from control_plane.shell.claim_ends import ClaimError, accusation_of, end_of, log_end
+from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import (
@@ -313,25 +313,10 @@ class Replica:
         if verdict.loudness is not Loudness.SILENT:
             log_end(end, error, verdict, self.number, self._sequence_count())
         if verdict.accuses_inflight:
-            self._accuse(error)
+            most = self._settings.claim.max_failed_claims
+            outputs = end_guilty(self._scheduler(), error, most, self.number)
+            self._listener.deliver(outputs, self._clock())
         return verdict
-
-    def _accuse(self, error: ClaimError) -> None:
-        """Ends the sequences that are surely to blame for the end of a claim."""
-        core = self._scheduler()
-        accusation = accusation_of(error)
-        outputs = core.accuse(accusation, self._settings.claim.max_failed_claims)
-        for output in outputs:
-            _logger.error(
-                "request ended: the worker can't execute it",
-                extra=fields(
-                    replica=self.number,
-                    error=str(error),
-                    step_id=accusation.step_id,
-                    story="; ".join(core.story(output.sequence_id)),
-                ),
-            )
-        self._listener.deliver(outputs, self._clock())
 
     async def _wait_out(self, delay: float) -> None:
         """Waits before the next claim; sequences whose patience ends meanwhile fail then."""
