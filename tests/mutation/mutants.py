@@ -215,4 +215,39 @@ MUTANTS = (
         "min(self.computed, len(self.token_ids) - 1)",
         "self.computed",
     ),
+    # Who is to blame, and what fits a message.
+    Mutant(
+        "strikes-for-ever",
+        "suspicion.py",
+        "sequence.strike_mark, sequence.strikes = reached, 0",
+        "sequence.strike_mark = reached",
+    ),
+    Mutant(
+        "any-result-is-progress",
+        "suspicion.py",
+        "if reached > sequence.strike_mark:",
+        "if reached != sequence.strike_mark:",
+    ),
+    Mutant("neighbours-are-accused", "suspicion.py", "_live(named or members)", "_live(members)"),
+    Mutant(
+        "suspects-in-company",
+        "planner.py",
+        "        if sequence is not suspect:\n            ledger.preempt(sequence)\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "suspects-while-others-fly",
+        "planner.py",
+        "        if ledger.inflight:\n            return None\n        suspect",
+        "        suspect",
+    ),
+    Mutant(
+        "suspect-for-ever", "ledger.py", "self.suspects.pop(sequence.sequence_id, None)", "pass"
+    ),
+    Mutant(
+        "adds-without-bound",
+        "planner.py",
+        "+ len(sequence.token_ids) > most_added",
+        "> 10 * most_added",
+    ),
 )
