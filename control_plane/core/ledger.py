@@ -66,6 +66,9 @@ class Ledger:
         be held again before it is known which tokens are allowed."""
         self.suspects: dict[SequenceId, Sequence] = {}
         """Live ones that may have ended several claims, in the order of their trials."""
+        self.convictions_in_row = 0
+        self.tokens_at_conviction = 0
+        """`counters.generated_tokens` at the last conviction."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)

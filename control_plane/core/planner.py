@@ -75,7 +75,8 @@ def plan_sample(ledger: Ledger) -> SamplePlan | None:
     if not ledger.ready:
         return None
     step_id = next(iter(ledger.ready.values())).last_step
-    sequences, mask_bytes = [], 0
+    sequences: list[Sequence] = []
+    mask_bytes = 0
     for sequence in ledger.ready.values():
         if sequence.last_step == step_id:
             mask_bytes += len(sequence.mask or b"")

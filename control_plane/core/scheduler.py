@@ -15,7 +15,7 @@ from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import rank_of
 from control_plane.core.succession import Obstacle, Successor
-from control_plane.core.suspicion import Accusation
+from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.core.tokens import Tokens
 
 
@@ -105,12 +105,13 @@ class Scheduler:
         """Takes the result of the oldest message in flight. Raises ResultMismatch for any other."""
         return update.apply_result(self._ledger, result)
 
-    def accuse(self, accusation: Accusation, max_strikes: int) -> list[SequenceOutput]:
+    def accuse(self, accusation: Accusation, max_strikes: int) -> Judgement:
         """A claim ended while plans were in flight. Ends those that are surely to blame.
 
         To be called once for such an end, before `resync`. A sequence is to blame when the worker
         named it for certain, or when it has been in flight at `max_strikes` such ends without any
-        progress, the last of them alone. It ends with FAULT.
+        progress, the last of them alone. It ends with FAULT. The caller ends the rest where the
+        worker is found to be broken.
         """
         return suspicion.judge(self._ledger, accusation, max_strikes)
 

@@ -4,7 +4,8 @@ Where the worker names rows whose plan no state would allow, their sequences end
 concerned. Where it can't say, each sequence of the plans in flight gets a strike. Progress takes
 its strikes away. A sequence with two strikes is a suspect. Suspects run one at a time, with nobody
 beside them, until they have made progress (see planner.py). So a sequence that collects all its
-strikes had the last of them when it was alone: it ends, and the innocent go on.
+strikes had the last of them when it was alone: it ends, and the innocent go on. When one after
+another is convicted and nobody gets a token in between, it is the worker that is broken.
 """
 
 from __future__ import annotations
@@ -37,20 +38,32 @@ class Accusation:
     detail: str = ""
 
 
-def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> list[SequenceOutput]:
-    """Strikes the accused, and ends those that are convicted, with FAULT.
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What came of an accusation: the ends of those convicted, with FAULT.
 
-    To be called once for a claim that has ended, before the resync.
+    `worker_is_broken`: it fails whoever runs, so that nobody's request is to blame.
+    """
+
+    convicted: list[SequenceOutput]
+    worker_is_broken: bool = False
+
+
+def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement:
+    """Strikes the accused, and ends those that are convicted.
+
+    To be called once for a claim that has ended, before the resync. The worker is broken after
+    `max_strikes` convictions in a row.
     """
     every = list(ledger.inflight)
     members = list(_members([m for m in every if m.step_id == accusation.step_id] or every))
     named = [member for member in members if member.row in accusation.rows]
     is_certain = accusation.is_certain and bool(named)
+    accused = _live(named or members)
+    if is_certain:
+        return Judgement([_convict(ledger, own, accusation.detail) for own, _ in accused])
     outputs = []
-    for sequence, reached in _live(named or members):
-        if is_certain:
-            outputs.append(_convict(ledger, sequence, accusation.detail))
-            continue
+    for sequence, reached in accused:
         if reached > sequence.strike_mark:
             sequence.strike_mark, sequence.strikes = reached, 0
         sequence.strikes += 1
@@ -60,7 +73,15 @@ def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> list[Sequ
         elif sequence.strikes >= SUSPECT_STRIKES:
             ledger.suspects[sequence.sequence_id] = sequence
             ledger.tell(sequence, f"suspect after {sequence.strikes} strikes")
-    return outputs
+    if outputs and ledger.counters.generated_tokens > ledger.tokens_at_conviction:
+        ledger.convictions_in_row = 0
+    ledger.convictions_in_row += len(outputs)
+    if outputs:
+        ledger.tokens_at_conviction = ledger.counters.generated_tokens
+    worker_is_broken = ledger.convictions_in_row >= max_strikes
+    if worker_is_broken:
+        ledger.convictions_in_row = 0
+    return Judgement(outputs, worker_is_broken)
 
 
 def next_suspect(ledger: Ledger) -> Sequence | None:

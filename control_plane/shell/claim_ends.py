@@ -6,9 +6,8 @@ import logging
 
 from control_plane.core.claim import ClaimEnd, EndKind, Loudness, Verdict
 from control_plane.core.errors import ResultMismatch
-from control_plane.core.events import SequenceOutput
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.suspicion import Accusation
+from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
 from twinplane.process.logs import Field, fields
 
@@ -17,13 +16,11 @@ _logger = logging.getLogger(__name__)
 ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
-def end_guilty(
-    core: Scheduler, error: ClaimError, max_strikes: int, replica: int
-) -> list[SequenceOutput]:
+def end_guilty(core: Scheduler, error: ClaimError, max_strikes: int, replica: int) -> Judgement:
     """Ends the sequences that are surely to blame for a claim's end, and logs their stories."""
     accusation = _accusation_of(error)
-    outputs = core.accuse(accusation, max_strikes)
-    for output in outputs:
+    judgement = core.accuse(accusation, max_strikes)
+    for output in judgement.convicted:
         _logger.error(
             "request ended: the worker can't execute it",
             extra=fields(
@@ -33,7 +30,12 @@ def end_guilty(
                 story="; ".join(core.story(output.sequence_id)),
             ),
         )
-    return outputs
+    if judgement.worker_is_broken:
+        _logger.error(
+            "requests given up: the worker fails whoever runs",
+            extra=fields(replica=replica, error=str(error)),
+        )
+    return judgement
 
 
 def _accusation_of(error: ClaimError) -> Accusation:

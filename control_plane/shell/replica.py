@@ -314,8 +314,10 @@ class Replica:
             log_end(end, error, verdict, self.number, self._sequence_count())
         if verdict.accuses_inflight:
             most = self._settings.claim.max_failed_claims
-            outputs = end_guilty(self._scheduler(), error, most, self.number)
-            self._listener.deliver(outputs, self._clock())
+            judgement = end_guilty(self._scheduler(), error, most, self.number)
+            self._listener.deliver(judgement.convicted, self._clock())
+            if judgement.worker_is_broken:
+                self._listener.fail(self, "the worker fails on every request")
         return verdict
 
     async def _wait_out(self, delay: float) -> None:

@@ -11,6 +11,7 @@ from control_plane.core import invariants
 from control_plane.core.claim import ClaimPolicy
 from control_plane.core.events import FinishReason
 from control_plane.core.request import Request
+from control_plane.shell.engine import EngineLost
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from tests.simulation.fake_worker import VOCABULARY, Machine, expected_tokens
@@ -145,6 +146,33 @@ def test_an_innocent_beside_a_worker_that_keeps_dying_is_not_ended() -> None:
             await rig.settled(*answers)
             for own, answer in zip(asked, answers, strict=True):
                 assert answer.tokens == expected_tokens(own.prompt_token_ids, 40, own.seed)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("effect", [Effect.FAILED, Effect.DEAD])
+def test_a_worker_that_fails_whoever_runs_is_found_out(effect: Effect) -> None:
+    """Not one after another of a hundred is put on trial: they end, and may be sent again."""
+
+    async def main(loop: VirtualLoop) -> None:
+        asked = [request(f"r{n}", [5, 6, n % 90], 4, seed=n) for n in range(100)]
+        poison = {own.seed: 0 for own in asked}
+        worker = PoisonedWorker(Machine(max_sequence_count=16), dict(poison), effect)
+        chosen = ReplicaSettings(
+            scheduling=SchedulingSettings(enable_prefix_caching=False), check_invariants=True
+        )
+        async with running(loop, worker, chosen) as rig:
+            began = loop.time()
+            answers = [rig.submit(own) for own in asked]
+            await rig.settled(*answers)
+            assert loop.time() - began < 60.0
+            assert worker.attach_count < 25
+            assert sum(isinstance(answer.error, EngineLost) for answer in answers) >= 95
+            worker.poison = {}
+            await rig.attached()
+            later = rig.submit(request("later", [5, 6], 4, arrival=loop.time()))
+            await rig.settled(later)
+            assert later.tokens == expected_tokens([5, 6], 4)
 
     run_virtual(main)
 

@@ -45,7 +45,8 @@ def suspects(made: Scheduler) -> list[str]:
 
 def lose(made: Scheduler, accusation: Accusation = UNKNOWN, most: int = MOST) -> list[str]:
     """The claim ends and another begins; who was convicted."""
-    outputs = made.accuse(accusation, most)
+    judgement = made.accuse(accusation, most)
+    outputs = judgement.convicted
     ledger = made.ledger
     made.resync(ledger.config, ledger.epoch + 1, WEIGHTS)
     invariants.check(made)
