@@ -1,14 +1,14 @@
 """Checks request messages against every rule of inference.proto, and turns them into values.
 
 A refusal reports the first eight broken rules of the message together, each with its field's path.
-`check_prompt` checks what depends on the prompt's token count, once that is known.
+`check_prompt` and `check_stop_strings` check what depends on the model's tokenizer.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
@@ -160,12 +160,11 @@ def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -
     return GenerateCall(prompt, sampling, seed, stop, request.priority, request.cache_salt)
 
 
-def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedModel) -> int:
-    """Returns the most tokens to generate after a prompt of `token_count` tokens.
-
-    Raises InvalidRequest.
-    """
+def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: ServedModel) -> int:
+    """Returns the most tokens to generate after a prompt of these tokens. Raises InvalidRequest."""
     checker = _Checker()
+    token_count = len(token_ids)
+    _known_to_model(checker, prompt, token_ids, model)
     room = model.max_sequence_token_count - token_count
     checker.require(token_count > 0, prompt.field, "gives no tokens")
     checker.require(
@@ -183,6 +182,23 @@ def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedMode
         )
     checker.raise_if_any()
     return room if stop.max_tokens is None else stop.max_tokens
+
+
+def check_tokens(prompt: Prompt, token_ids: Sequence[int], model: ServedModel) -> None:
+    """Checks that the model can take what the tokenizer has made. Raises InvalidRequest."""
+    checker = _Checker()
+    _known_to_model(checker, prompt, token_ids, model)
+    checker.raise_if_any()
+
+
+def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
+    """Refuses those that could never be found. Raises InvalidRequest."""
+    checker = _Checker()
+    for index, string in enumerate(stop.strings):
+        checker.require(
+            can_write(string), f"stop.strings[{index}]", "no tokens of the model give this text"
+        )
+    checker.raise_if_any()
 
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
@@ -322,6 +338,19 @@ def _in_vocabulary(
         largest < model.vocabulary_size,
         field,
         f"{largest} is not in the vocabulary of {model.vocabulary_size} tokens",
+    )
+
+
+def _known_to_model(
+    checker: _Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
+) -> None:
+    """The tokenizer may have tokens that were never trained: the model has no embedding of them."""
+    largest = max(token_ids, default=0)
+    checker.require(
+        largest < model.vocabulary_size,
+        prompt.field,
+        f"gives token {largest}, which the model's vocabulary of {model.vocabulary_size} tokens"
+        " lacks",
     )
 
 

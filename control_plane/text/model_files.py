@@ -1,12 +1,11 @@
 """Reads what text work needs from a model's folder, in Hugging Face's layout.
 
-tokenizer.json is required. tokenizer_config.json, chat_template.jinja, generation_config.json and
-config.json are read when they exist.
+tokenizer.json is required. tokenizer_config.json, special_tokens_map.json, chat_template.jinja,
+generation_config.json and config.json are read when they exist.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,9 @@ from typing import Any
 import tokenizers
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.end_of_sequence import EndTokens, read_end_tokens
 from control_plane.text.errors import ModelFilesInvalid
+from control_plane.text.json_files import read_object
 from control_plane.text.tokenizer import Tokenizer
 
 
@@ -28,16 +29,17 @@ class TextModel:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    end_of_sequence_ids: frozenset[int]
+    ends: EndTokens
 
 
 def load_text_model(folder: Path) -> TextModel:
     """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid."""
     tokenizer = _load_tokenizer(folder / "tokenizer.json")
-    tokenizer_config = _load_json(folder / "tokenizer_config.json")
+    tokenizer_config = read_object(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(tokenizer_config)
     template = _template(folder / "chat_template.jinja", tokenizer_config, special_tokens)
-    return TextModel(tokenizer, template, _end_of_sequence_ids(folder, tokenizer, special_tokens))
+    ends = read_end_tokens(folder, tokenizer.id_of, tokenizer.token_count)
+    return TextModel(tokenizer, template, ends)
 
 
 def _load_tokenizer(path: Path) -> Tokenizer:
@@ -48,18 +50,6 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     except Exception as error:  # `tokenizers` raises a bare Exception for every fault
         raise ModelFilesInvalid(f"{path} can't be read: {error}") from error
     return Tokenizer(backend)
-
-
-def _load_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFilesInvalid(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFilesInvalid(f"{path} is not a JSON object")
-    return value
 
 
 def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
@@ -101,21 +91,3 @@ def _configured_template(tokenizer_config: Mapping[str, Any]) -> str | None:
             return named[0].get("template") if named else None
         case _:
             raise ModelFilesInvalid("tokenizer_config.json: chat_template is not a template")
-
-
-def _end_of_sequence_ids(
-    folder: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str]
-) -> frozenset[int]:
-    """From the first that names any: generation_config.json, config.json, or eos_token."""
-    for name in ("generation_config.json", "config.json"):
-        match _load_json(folder / name).get("eos_token_id"):
-            case None:
-                continue
-            case int(token_id):
-                return frozenset((token_id,))
-            case [*token_ids] if all(isinstance(token_id, int) for token_id in token_ids):
-                return frozenset(token_ids)
-            case _:
-                raise ModelFilesInvalid(f"{folder / name}: eos_token_id is not a token id")
-    named = tokenizer.id_of(special_tokens.get("eos_token", ""))
-    return frozenset() if named is None else frozenset((named,))

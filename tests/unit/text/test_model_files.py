@@ -35,7 +35,7 @@ def test_a_tokenizer_is_enough(folder: Path) -> None:
     model = load(folder)
     assert model.tokenizer.id_of("</s>") == 3
     assert model.template is None
-    assert model.end_of_sequence_ids == frozenset()
+    assert model.ends.ids == frozenset()
 
 
 def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
@@ -68,17 +68,6 @@ def test_the_template_file_wins(folder: Path) -> None:
     assert load(folder).template == ChatTemplate("new", {}, "chat_template.jinja")
 
 
-def test_end_of_sequence_ids_come_from_the_first_that_says(folder: Path) -> None:
-    put(folder, "tokenizer_config.json", {"eos_token": "</s>"})
-    assert load(folder).end_of_sequence_ids == {3}
-    put(folder, "config.json", {"eos_token_id": 2})
-    assert load(folder).end_of_sequence_ids == {2}
-    put(folder, "generation_config.json", {"eos_token_id": [0, 1]})
-    assert load(folder).end_of_sequence_ids == {0, 1}
-    put(folder, "generation_config.json", {"eos_token_id": None})
-    assert load(folder).end_of_sequence_ids == {2}
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -86,8 +75,6 @@ def test_end_of_sequence_ids_come_from_the_first_that_says(folder: Path) -> None
         ("tokenizer_config.json", "no json"),
         ("tokenizer_config.json", "[]"),
         ("tokenizer_config.json", '{"chat_template": 3}'),
-        ("generation_config.json", '{"eos_token_id": "x"}'),
-        ("config.json", '{"eos_token_id": ["x"]}'),
     ],
 )
 def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.text.assembler import TextAssembler
-from control_plane.text.stop_strings import StopMatcher, StopStrings
+from control_plane.text.stop_strings import StopMatcher, StopStrings, TokenNames
 from control_plane.text.tokenizer import Tokenizer
 
 
@@ -21,6 +21,12 @@ def naive(text: str, strings: list[str]) -> tuple[str, str | None, int]:
             longest = max(ending, key=len)
             return text[: end - len(longest)], longest, end
     return text, None, len(text)
+
+
+def assembler_of(tokenizer: Tokenizer, strings: list[str]) -> TextAssembler:
+    names = TokenNames(map(tokenizer.text_of, tokenizer.special_ids))
+    matcher = StopMatcher(StopStrings(strings, names)) if strings else None
+    return TextAssembler(tokenizer.detokenizer(), tokenizer.special_ids, tokenizer.text_of, matcher)
 
 
 strings = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
@@ -62,7 +68,7 @@ def test_tokens_end_with_the_one_that_completes_the_stop_string(
 ) -> None:
     tokens = list(text.encode())  # one token per byte
     output, matched, end = naive(text, strings)
-    assembler = TextAssembler(byte_level.detokenizer(), StopMatcher(StopStrings(strings)))
+    assembler = assembler_of(byte_level, strings)
     ends = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
     consumed = 0
     for start, stop in pairwise(ends):
@@ -77,7 +83,7 @@ def test_tokens_end_with_the_one_that_completes_the_stop_string(
 
 
 def test_text_is_held_back_and_comes_when_it_is_no_stop_string(byte_level: Tokenizer) -> None:
-    assembler = TextAssembler(byte_level.detokenizer(), StopMatcher(StopStrings(["###"])))
+    assembler = assembler_of(byte_level, ["###"])
     assert assembler.push(list(b"ok ##")) is None
     assert assembler.drain() == "ok "
     assert assembler.push(list(b"!")) is None
@@ -88,7 +94,7 @@ def test_text_is_held_back_and_comes_when_it_is_no_stop_string(byte_level: Token
 
 
 def test_without_stop_strings_nothing_is_held(byte_level: Tokenizer) -> None:
-    assembler = TextAssembler(byte_level.detokenizer())
+    assembler = assembler_of(byte_level, [])
     assert assembler.push(list("a€".encode()[:3])) is None
     assert assembler.drain() == "a"
     assert assembler.drain() == ""

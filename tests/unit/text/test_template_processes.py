@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from control_plane.text.chat_template import ChatMessage, ChatTemplate
+from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import NoChatTemplate, TemplateFailed
 from control_plane.text.frames import FrameTooLong, read_frame, write_frame
 from control_plane.text.model_files import TextModel
@@ -155,7 +156,7 @@ def wait_until_it_works(process: psutil.Process) -> None:
 async def test_eight_at_once_get_what_one_gets(stack: ExitStack, byte_level: Tokenizer) -> None:
     limits = TextLimits(thread_count=2, render_cpu_seconds=0.3)
     pool = TemplatePool(OBEDIENT, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, OBEDIENT, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, OBEDIENT, EndTokens()), limits, pool)
     stack.callback(processor.close)
     texts = ["spin", *("abcdefg" * 10)]
     results = await gather(processor, texts)
@@ -172,7 +173,7 @@ async def gather(processor: TextProcessor, texts: Sequence[str]) -> list[object]
 async def test_chat_is_prepared_once(stack: ExitStack, byte_level: Tokenizer) -> None:
     limits = TextLimits()
     pool = TemplatePool(OBEDIENT, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, OBEDIENT, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, OBEDIENT, EndTokens()), limits, pool)
     stack.callback(processor.close)
     processor.prepare_chat()
     processor.prepare_chat()
@@ -186,7 +187,7 @@ async def test_a_broken_template_leaves_text_alone(
     limits = TextLimits()
     template = ChatTemplate("{% if %}", {}, "chat_template.jinja")
     pool = TemplatePool(template, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, template, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, template, EndTokens()), limits, pool)
     stack.callback(processor.close)
     assert not await processor.supports_chat()
     with pytest.raises(NoChatTemplate, match=r"chat_template\.jinja.*line 1"):

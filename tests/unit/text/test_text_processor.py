@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from control_plane.text.chat_template import ChatMessage
+from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import NoChatTemplate, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
@@ -24,7 +25,7 @@ def gate() -> Gate:
 
 @pytest.fixture
 async def processor(byte_level: Tokenizer, gate: Gate) -> AsyncIterator[TextProcessor]:
-    processor = TextProcessor(TextModel(byte_level, None, frozenset({1})), LIMITS, gate)
+    processor = TextProcessor(TextModel(byte_level, None, EndTokens(frozenset({1}))), LIMITS, gate)
     yield processor
     gate.open()
     processor.close()
@@ -87,7 +88,7 @@ async def test_abandoned_work_keeps_its_place_while_it_runs(
 
 
 async def test_a_model_without_template_has_no_chat(byte_level: Tokenizer) -> None:
-    processor = TextProcessor(TextModel(byte_level, None, frozenset()), LIMITS, None)
+    processor = TextProcessor(TextModel(byte_level, None, EndTokens()), LIMITS, None)
     assert not await processor.supports_chat()
     with pytest.raises(NoChatTemplate):
         await processor.encode_chat([ChatMessage("user", "a")])

@@ -1,0 +1,38 @@
+"""The token with which a chat template ends what the assistant says.
+
+A model that was trained on such chats ends its answers with it, whether or not its files name it as
+an end of sequence.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from control_plane.text.chat_template import ChatMessage
+
+_ASKED, _SAID, _ADDED = "Winter", "Spring", "Summer"
+SAMPLE_CHAT = (
+    ChatMessage("user", _ASKED),
+    ChatMessage("assistant", _SAID),
+    ChatMessage("user", _ADDED),
+)
+"""What to render for `find_turn_end`."""
+
+
+def find_turn_end(rendered: str, tokens: Collection[str]) -> str | None:
+    """The one of the tokenizer's added `tokens` that follows the assistant's words, or None.
+
+    Only white space may stand between. A token with which a turn begins is no end: where templates
+    end a turn with nothing of its own, the next turn's first token follows.
+    """
+    asked, said = rendered.find(_ASKED), rendered.find(_SAID)
+    # The longest first, as one token's text may begin another's.
+    names = "|".join(map(re.escape, sorted(filter(str.strip, tokens), key=len, reverse=True)))
+    if not names or not 0 <= asked < said:
+        return None
+    end = re.compile(rf"\s*({names})").match(rendered, said + len(_SAID))
+    # With what the turns of the user and of the assistant begin.
+    heads = (rendered[:asked], rendered[asked:said])
+    begin = {found[-1] for head in heads if (found := re.findall(names, head))}
+    return None if end is None or end[1] in begin else end[1]
