@@ -19,7 +19,7 @@ from control_plane.text.assembler import TextAssembler
 from control_plane.text.chat_template import ChatMessage
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
-from control_plane.text.stop_strings import StopMatcher, StopStrings, TokenNames
+from control_plane.text.stop_strings import StopMatcher, StopStrings
 from control_plane.text.template_process import RenderLimits
 from control_plane.text.turn_end import SAMPLE_CHAT, find_turn_end
 
@@ -72,14 +72,10 @@ class ChatRenderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """How a request's sequences end: `ids` are the tokens that end them.
-
-    `hidden` tokens have no text; `names` are what they are called.
-    """
+    """`ids` are the tokens that end a request's sequences. `hidden` ones have no text."""
 
     ids: frozenset[int]
     hidden: frozenset[int]
-    names: TokenNames
 
 
 class TextProcessor:
@@ -163,12 +159,11 @@ class TextProcessor:
     ) -> TextAssembler:
         """What turns the tokens behind a prompt into text."""
         tokenizer = self._model.tokenizer
-        strings = StopStrings(stop_strings, ends.names) if stop_strings else None
         return TextAssembler(
             tokenizer.detokenizer(_shown_end(prompt, ends.hidden)),
             ends.hidden,
             tokenizer.text_of,
-            None if strings is None else StopMatcher(strings),
+            StopMatcher(StopStrings(stop_strings)) if stop_strings else None,
         )
 
     def can_write(self, stop_string: str, ends: Ends) -> bool:
@@ -230,8 +225,7 @@ def _ends(model: TextModel, turn_end: str | None) -> tuple[Ends, Ends]:
     special = (
         tokenizer.special_ids | model.ends.named | ids.intersection(tokenizer.added_tokens.values())
     )
-    names = TokenNames(map(tokenizer.text_of, special))
-    return Ends(ids, special | ids, names), Ends(frozenset(), special, names)
+    return Ends(ids, special | ids), Ends(frozenset(), special)
 
 
 def _shown_end(prompt: Sequence[int], hidden: frozenset[int]) -> list[int]:

@@ -23,8 +23,8 @@ SAMPLE_CHAT = (
 def find_turn_end(rendered: str, tokens: Collection[str]) -> str | None:
     """The one of the tokenizer's added `tokens` that follows the assistant's words, or None.
 
-    Only white space may stand between. A token with which a turn begins is no end: where templates
-    end a turn with nothing of its own, the next turn's first token follows.
+    Only white space may stand between. The token with which a user's turn begins is no end: it
+    follows where a template ends a turn with nothing of its own.
     """
     asked, said = rendered.find(_ASKED), rendered.find(_SAID)
     # The longest first, as one token's text may begin another's.
@@ -32,7 +32,8 @@ def find_turn_end(rendered: str, tokens: Collection[str]) -> str | None:
     if not names or not 0 <= asked < said:
         return None
     end = re.compile(rf"\s*({names})").match(rendered, said + len(_SAID))
-    # With what the turns of the user and of the assistant begin.
-    heads = (rendered[:asked], rendered[asked:said])
-    begin = {found[-1] for head in heads if (found := re.findall(names, head))}
-    return None if end is None or end[1] in begin else end[1]
+    if end is None:
+        return None
+    # With what the turn of a user begins, unless that is text.
+    begin = re.findall(names, rendered[:asked])[-1:]
+    return None if [end[1]] == begin else end[1]
