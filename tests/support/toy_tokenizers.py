@@ -70,6 +70,12 @@ def of_words(words: Sequence[str], decoder: decoders.Decoder | None) -> Tokenize
     return tokenizer
 
 
+def decoding(tokenizer: Tokenizer, *steps: decoders.Decoder) -> Tokenizer:
+    """The same with another decoder."""
+    tokenizer.decoder = decoders.Sequence(list(steps))
+    return tokenizer
+
+
 _SPACED = ["a", "▁", "▁▁", "▁b", "c▁", "▁d▁e", "日", "", " "]
 _WORDPIECES = ["a", "##b", ".", "n't", "?", "##", "日", "' ", "'m", "", " ,"]
 
@@ -77,6 +83,9 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": bytetoy,
     "byte fallback, stripped": sptoy,
     "byte fallback, not stripped": lambda: sptoy(strip=False),
+    "byte fallback behind Metaspace": lambda: decoding(
+        sptoy(), decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()
+    ),
     "Metaspace": lambda: of_words(_SPACED, decoders.Metaspace()),
     "Metaspace, first": lambda: of_words(_SPACED, decoders.Metaspace(prepend_scheme="first")),
     "Metaspace, never": lambda: of_words(_SPACED, decoders.Metaspace(prepend_scheme="never")),

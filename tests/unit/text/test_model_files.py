@@ -10,8 +10,12 @@ import tokenizers
 from tokenizers import decoders, models
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
+from tests.unit.twinplane.tiny_gguf import TinyGguf, byte_level_tokens
+from twinplane.models import NoProgress
+from twinplane.models.gguf.conversion import convert_gguf
 
 
 @pytest.fixture
@@ -94,3 +98,31 @@ def test_a_decoder_that_can_not_be_streamed_is_refused(folder: Path) -> None:
     backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(ModelFilesInvalid, match="ByteLevel"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_named_end_is_no_text_whatever_tokenizer_json_calls_it(folder: Path, name: str) -> None:
+    put(folder, name, {"eos_token": "</s>"})
+    model = load(folder)
+    assert model.ends == EndTokens(frozenset({3}), frozenset({3}))
+
+
+def test_a_gguf_files_ends_are_all_there(tmp_path: Path) -> None:
+    tokens = [*byte_level_tokens(), "<|eot|>", "<|eom|>", "<|turn|>"]
+    count = len(tokens)
+    source = TinyGguf(
+        tokens=tokens,
+        token_types=[3, 3] + [1] * (count - 5) + [3, 4, 3],
+        extra={
+            "tokenizer.ggml.eot_token_id": count - 3,
+            "tokenizer.ggml.eom_token_id": count - 2,
+        },
+    )
+    source.write(tmp_path / "model.gguf")
+    converted = tmp_path / "model"
+    converted.mkdir()
+    convert_gguf(tmp_path / "model.gguf", converted, NoProgress())
+    model = load(converted)
+    assert model.ends.ids == {1, count - 3, count - 2}
+    assert model.ends.named == {1}
+    assert model.template is not None
