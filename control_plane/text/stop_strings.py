@@ -167,6 +167,8 @@ class _WrittenText:
 
     def match(self) -> tuple[str | None, int]:
         """The longest stop string that ends here, and how many of its characters are shown."""
+        if self._strings.match[self._state] is None:
+            return None, 0
         for depth, match in self._suffixes():
             if match is not None and len(match) == depth:
                 return match, self._shown(depth)

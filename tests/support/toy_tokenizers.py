@@ -70,6 +70,19 @@ def of_words(words: Sequence[str], decoder: decoders.Decoder | None) -> Tokenize
     return tokenizer
 
 
+def bert() -> Tokenizer:
+    """WordPiece that lowers case, and cleans up spaces."""
+    words = ["[UNK]", "[SEP]", "hello", "world", "##s", ".", "a"]
+    backend = Tokenizer(
+        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece()
+    backend.add_special_tokens(["[UNK]", "[SEP]"])
+    return backend
+
+
 def decoding(tokenizer: Tokenizer, *steps: decoders.Decoder) -> Tokenizer:
     """The same with another decoder."""
     tokenizer.decoder = decoders.Sequence(list(steps))

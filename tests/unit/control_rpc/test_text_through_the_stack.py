@@ -81,12 +81,17 @@ async def test_a_chat_ends_with_what_any_file_or_the_template_says(
 async def test_the_first_token_keeps_its_space(tmp_path: Path) -> None:
     tokenizer = sptoy()
     [ab, cd, ef, eos] = ids(tokenizer, ["▁ab", "▁cd", "▁ef", "</s>"])
-    files = {"config.json": {"eos_token_id": eos}}
+    files = {
+        "config.json": {"eos_token_id": eos},
+        "tokenizer_config.json": {"chat_template": "{{ messages[-1].content }}"},
+    }
     write_chain_model(tmp_path, tokenizer, chained(ab, cd, ef, eos), files=files)
     async with serving(tmp_path) as stack:
         assert (await stack.generate(text="ab", stop=stop())).text == " cd ef"
         prompt = TokenIds(ids=[ab])
         assert (await stack.generate(token_ids=prompt, stop=stop())).text == " cd ef"
+        chat = Chat(messages=[ChatMessage(role="user", content="ab")])
+        assert (await stack.generate(chat=chat, stop=stop())).text == " cd ef"
         answer = await stack.generate(text="ab", stop=stop(" cd"))
         assert (answer.text, answer.finished.stop_string) == ("", " cd")
         # Behind the beginning of a text alone, it is the beginning.

@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders
 
 from control_plane.text.decoders import decoder_kind
 from control_plane.text.end_of_sequence import EndTokens
@@ -17,7 +17,7 @@ from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from control_plane.text.tokenizer import Tokenizer
-from tests.support.toy_tokenizers import KINDS, bytetoy, of_words, sptoy
+from tests.support.toy_tokenizers import KINDS, bert, bytetoy, of_words, sptoy
 
 Make = Callable[[tokenizers.Tokenizer], TextProcessor]
 
@@ -33,19 +33,6 @@ def processor() -> Iterator[Make]:
             return made
 
         yield make
-
-
-def bert() -> tokenizers.Tokenizer:
-    """WordPiece that lowers case, and cleans up spaces."""
-    words = ["[UNK]", "[SEP]", "hello", "world", "##s", ".", "a"]
-    backend = tokenizers.Tokenizer(
-        models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]")
-    )
-    backend.normalizer = normalizers.BertNormalizer(lowercase=True)
-    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    backend.decoder = decoders.WordPiece()
-    backend.add_special_tokens(["[UNK]", "[SEP]"])
-    return backend
 
 
 @pytest.mark.parametrize(
