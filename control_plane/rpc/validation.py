@@ -345,6 +345,8 @@ def _known_to_model(
     checker: _Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
 ) -> None:
     """The tokenizer may have tokens that were never trained: the model has no embedding of them."""
+    if isinstance(prompt, TokenPrompt):
+        return  # was checked already
     largest = max(token_ids, default=0)
     checker.require(
         largest < model.vocabulary_size,
