@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 
+from control_plane.text.assembler import TextAssembler
 from control_plane.text.decoders import decoder_kind
 from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
+from control_plane.text.stop_strings import StopMatcher, StopStrings
 from control_plane.text.tokenizer import Tokenizer
 from tests.support.toy_tokenizers import KINDS, bert, bytetoy, of_words, sptoy
 
@@ -94,6 +98,48 @@ def test_every_text_can_be_a_stop_text_where_all_bytes_are_tokens(
     assert split.stop_string == string
     split.finish()
     assert split.drain() + string == written[:count].decode()
+
+
+@cache
+def tokenizer_of(kind: str) -> Tokenizer:
+    return Tokenizer(KINDS[kind]())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=80, deadline=None)
+@given(data=st.data())
+def test_every_part_of_an_answer_is_found_where_it_completes(
+    kind: str, data: st.DataObject
+) -> None:
+    tokenizer = tokenizer_of(kind)
+    ids = st.integers(0, tokenizer.token_count)
+    prompt = data.draw(st.lists(ids, max_size=4))
+    tokens = data.draw(st.lists(ids, min_size=1, max_size=16))
+    detokenizer = tokenizer.detokenizer(prompt)
+    texts = list(itertools.accumulate(detokenizer.push([token]) for token in tokens))
+    whole = texts[-1] + detokenizer.flush()
+    assume(whole)
+    start = data.draw(st.integers(0, len(whole) - 1))
+    string = whole[start : data.draw(st.integers(start + 1, len(whole)))]
+    assembler = TextAssembler(
+        tokenizer.detokenizer(prompt), set(), tokenizer.text_of, StopMatcher(StopStrings([string]))
+    )
+    taken = 0
+    for group in grouped(tokens, data.draw(st.lists(st.integers(0, 99), max_size=4))):
+        count = assembler.push(group)
+        taken += len(group) if count is None else count
+        if count is not None:
+            break
+    assembler.finish()
+    assert assembler.stop_string == string
+    assert assembler.drain() == whole[: whole.index(string)]
+    found = [number for number, text in enumerate(texts, 1) if string in text]
+    assert taken == (found[0] if found else len(tokens))
+
+
+def grouped(tokens: list[int], cuts: list[int]) -> list[list[int]]:
+    ends = sorted({0, len(tokens), *(cut % (len(tokens) + 1) for cut in cuts)})
+    return [tokens[start:end] for start, end in itertools.pairwise(ends)]
 
 
 def test_stop_texts_are_found_at_any_split(processor: Make) -> None:
