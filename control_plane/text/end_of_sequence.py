@@ -33,11 +33,16 @@ class EndTokens:
 
 
 def read_end_tokens(
-    folder: Path, id_of: Callable[[str], int | None], token_count: int
+    folder: Path,
+    id_of: Callable[[str], int | None],
+    token_count: int,
+    *,
+    eos_token: str | None = None,
 ) -> EndTokens:
     """Reads the four files. Raises ModelFilesInvalid, which names the file and the key.
 
-    `id_of` is the tokenizer's, which has `token_count` ids. A named token that the tokenizer does
+    `id_of` is the tokenizer's, which has `token_count` ids. `eos_token` is what the tokenizer's
+    class makes of the files, which may leave it to the class. A named token that the tokenizer does
     not know ends nothing. An id must be one of the model's: below config.json's vocab_size or,
     where that is not said, below `token_count`.
     """
@@ -54,7 +59,8 @@ def read_end_tokens(
     ]
     if text_config is not None:
         ids += _ids(config_file, f"text_config.{_ID_KEY}", text_config.get(_ID_KEY), limit)
-    texts = [
+    texts = [] if eos_token is None else [eos_token]
+    texts += [
         text
         for name in ("tokenizer_config.json", "special_tokens_map.json")
         for text in _texts(folder / name)

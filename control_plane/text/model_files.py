@@ -38,7 +38,12 @@ def load_text_model(folder: Path) -> TextModel:
     tokenizer_config = read_object(folder / "tokenizer_config.json")
     special_tokens = _special_tokens(tokenizer_config)
     template = _template(folder / "chat_template.jinja", tokenizer_config, special_tokens)
-    ends = read_end_tokens(folder, tokenizer.id_of, tokenizer.token_count)
+    ends = read_end_tokens(
+        folder,
+        tokenizer.id_of,
+        tokenizer.token_count,
+        eos_token=special_tokens.get("eos_token"),
+    )
     return TextModel(tokenizer, template, ends)
 
 
