@@ -23,9 +23,11 @@ class ChatTemplate:
     """A template as the model's files have it, not compiled.
 
     `special_tokens` are the names the template may use (bos_token …). `file` is the name of the
-    file that holds the source; messages about the template quote it.
+    file that holds the source; messages about the template quote it. `fault` says why what the
+    files hold is no template; then there is no chat.
     """
 
     source: str
     special_tokens: Mapping[str, str]
     file: str
+    fault: str | None = None

@@ -41,7 +41,9 @@ class TemplatePool:
         self._unusable: str | None = None
         """Why the template can't be used, once that is known."""
         self._closed = False
-        if len(template.source) > _MAX_SOURCE_CHARACTERS:
+        if template.fault is not None:
+            self._set_unusable(template.fault)
+        elif len(template.source) > _MAX_SOURCE_CHARACTERS:
             self._set_unusable("is too long")
 
     def usable(self) -> bool:
