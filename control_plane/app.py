@@ -157,7 +157,9 @@ def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     renderer = None
     if model.template is not None:
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
-    return TextProcessor(model, limits, renderer)
+    return TextProcessor(
+        model, limits, renderer, trust_messages=config.trust_message_special_tokens
+    )
 
 
 def _replica_settings(config: ControlConfig) -> ReplicaSettings:

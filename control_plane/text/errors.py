@@ -4,6 +4,7 @@ TextError
 ├── ModelFilesInvalid   a file that text work needs is missing or unusable: at start only
 ├── TextTooLong         a text is longer than the limit, which the message quotes
 ├── TemplateFailed      the chat template refused the messages, broke, or cost too much
+├── ControlTokenWritten a message's text can't be told from a control token of the model
 ├── NoChatTemplate      the model has none that can be used
 └── TextBusy            too much text work waits: try again after `retry_after` seconds
 
@@ -32,6 +33,21 @@ class TextTooLong(TextError):
 
 class TemplateFailed(TextError):
     """The chat template did not render these messages."""
+
+
+class ControlTokenWritten(TextError):
+    """A message has a control token's text, and there is no way to take it as text.
+
+    `field` is `role` or `content` of the message at `index`.
+    """
+
+    def __init__(self, index: int, field: str) -> None:
+        super().__init__(
+            "has the text of a token that gives this model's chats their structure, and it can't be"
+            " taken as text here"
+        )
+        self.index = index
+        self.field = field
 
 
 class NoChatTemplate(TextError):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from control_plane.text.assembler import TextAssembler
+from control_plane.text.chat_encoder import ChatEncoder
 from control_plane.text.chat_template import ChatMessage
 from control_plane.text.errors import NoChatTemplate, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
@@ -68,13 +69,24 @@ class ChatRenderer(Protocol):
 class TextProcessor:
     """The text side of one served model. Owns its threads and `renderer`: `close` when done.
 
-    `renderer` is None for models without chat.
+    `renderer` is None for models without chat. With `trust_messages`, special tokens that are
+    written in a chat's messages become those tokens; else they stay text.
     """
 
-    def __init__(self, model: TextModel, limits: TextLimits, renderer: ChatRenderer | None) -> None:
+    def __init__(
+        self,
+        model: TextModel,
+        limits: TextLimits,
+        renderer: ChatRenderer | None,
+        *,
+        trust_messages: bool = False,
+    ) -> None:
         self._model = model
         self._limits = limits
         self._renderer = renderer
+        self._chat: ChatEncoder | None = None
+        if model.template is not None and not trust_messages:
+            self._chat = ChatEncoder(model.tokenizer, model.special_tokens, model.template)
         self._usable: Future[bool] | None = None
         self._slots = threading.BoundedSemaphore(limits.max_pending)
         self._executor = ThreadPoolExecutor(limits.thread_count, thread_name_prefix="text")
@@ -108,7 +120,7 @@ class TextProcessor:
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a rendered chat.
 
-        Raises NoChatTemplate, TemplateFailed, TextTooLong, TextBusy.
+        Raises NoChatTemplate, TemplateFailed, ControlTokenWritten, TextTooLong, TextBusy.
         """
         renderer = self._renderer
         if renderer is None:
@@ -117,6 +129,8 @@ class TextProcessor:
 
         def work() -> list[int]:
             # The template writes the special tokens itself.
+            if self._chat is not None:
+                return self._chat.encode(messages, renderer.render)
             rendered = renderer.render(messages)
             return self._model.tokenizer.encode(rendered, add_special_tokens=False)
 

@@ -2,9 +2,10 @@
 
     python -m control_plane.text.render_process MEMORY_BYTES CPU_SECONDS MAX_CHARACTERS
 
-It reads frames on stdin and answers each with one on stdout. The first holds the template:
+It reads frames on stdin and answers each with one on stdout. The first holds the template, and
+the name of its file for messages:
 
-    {"source": "…", "special_tokens": {"bos_token": "…"}}                 → {} or {"error": "…"}
+    {"source": "…", "special_tokens": {"bos_token": "…"}, "file": "…"}    → {} or {"error": "…"}
 
 Every other holds a conversation, with the local time that strftime_now tells:
 
@@ -88,7 +89,13 @@ class _Renderer:
         self._max_characters = max_characters
         self._now = datetime.min
         self._special_tokens: dict[str, str] = {}
+        self._file = ""
         self._template: jinja2.Template | None = None
+
+    @property
+    def file(self) -> str:
+        """The name of the file that the template is from."""
+        return self._file
 
     @property
     def compiled(self) -> bool:
@@ -97,6 +104,7 @@ class _Renderer:
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         if self._template is None:
+            self._file = request["file"]
             return self._compile(request["source"], request["special_tokens"])
         self._now = datetime.fromisoformat(request["now"])
         return self._render(self._template, request["messages"])
@@ -135,17 +143,31 @@ class _Renderer:
 
 
 def _answer(renderer: _Renderer, body: bytes) -> dict[str, Any]:
+    file = renderer.file
     try:
         return renderer.answer(json.loads(body))
     except Refused as error:
         reason = str(error)[:_MAX_QUOTED_CHARACTERS]
-        return {"error": f"the chat template refuses the messages: {reason}"}
+        return {"error": f"{_template(file, error)} refuses the messages: {reason}"}
     except MemoryError:
-        return {"error": "the chat template takes more memory than is allowed", "last": True}
+        return {"error": f"{_template(file)} takes more memory than is allowed", "last": True}
     except Exception as error:
         # The template is foreign code: whatever it raises is its answer to these messages. The text
         # of such an error may quote them, so only its kind goes on.
-        return {"error": f"the chat template fails on the messages ({type(error).__name__})"}
+        return {"error": f"{_template(file, error)} fails on the messages ({type(error).__name__})"}
+
+
+def _template(file: str, error: Exception | None = None) -> str:
+    """The template, its file and, where it is known, the line that the error comes from."""
+    line = None
+    traceback = None if error is None else error.__traceback__
+    while traceback is not None:
+        # Jinja puts frames for the template's own lines in place of those of its generated code.
+        if "__jinja_exception__" in traceback.tb_frame.f_globals:
+            line = traceback.tb_lineno
+        traceback = traceback.tb_next
+    where = file if line is None else f"{file}, line {line}"
+    return f"the chat template ({where})"
 
 
 def _load_what_comes_late() -> None:

@@ -69,7 +69,7 @@ class TemplatePool:
         try:
             answer = process.ask(_request(messages, self._now()))
         except ProcessEnded as ended:
-            raise TemplateFailed(str(ended)) from None
+            raise TemplateFailed(f"the chat template ({self._template.file}) {ended}") from None
         finally:
             self._give_back(process)
         return _text(answer)
@@ -131,13 +131,15 @@ class TemplatePool:
         request = {
             "source": self._template.source,
             "special_tokens": dict(self._template.special_tokens),
+            "file": self._template.file,
         }
         try:
             error = process.ask(json.dumps(request).encode()).get("error")
         except ProcessEnded as ended:
             if not ended.at_limit:
-                raise TemplateFailed(str(ended)) from None
-            error = str(ended)
+                message = f"the chat template ({self._template.file}) {ended}"
+                raise TemplateFailed(message) from None
+            error = f"it {ended}"
         if error is not None:
             raise self._set_unusable(f"does not compile: {error}")
         self._compiled = True

@@ -275,6 +275,40 @@ def test_errors_do_not_quote_the_messages(
 
 
 @pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("{{ nothing.at_all }}", 1),
+        ("a\n\n{{ messages[0].content + 1 }}", 3),
+        ("{% for m in messages %}\n{{ m.content / 2 }}\n{% endfor %}", 2),
+        ("{% macro f(x) %}\n\n{{ x.y.z }}{% endmacro %}\n\n\n{{ f('a') }}", 3),
+        ("\n{{ raise_exception('no') }}", 2),
+        ("\n{{ messages | map('int') | sum / 0 }}", 2),
+        ("\n\n{% set x = messages.append(1) %}", 3),
+        ("\n{%- if messages | length > 'a' -%}{% endif %}", 2),
+        ("\n{% include 'x' %}", 2),
+        ("\n{% for x in 3 %}{% endfor %}", 2),
+        ("\n{{ strftime_now(3) }}", 2),
+        ("\n{% set x %}\n{{ 'a'.encode('rot13') }}{% endset %}", 3),
+    ],
+)
+def test_an_error_names_the_file_and_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(TemplateFailed, match=rf"\(chat_template\.jinja, line {line}\)"):
+        template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"), [("\n{% if %}", 2), ("a\nb\n{{ 'a' | no_filter }}", 3), ("\n{{ a", 2)]
+)
+def test_what_does_not_compile_names_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(NoChatTemplate, match=rf"chat_template\.jinja.* line {line}:"):
+        template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
     "source", ["{% if %}", "{{ 'a' | no_filter }}", "{{ a", "{% break %}", "x" * (1 << 21)]
 )
 def test_what_does_not_compile_costs_chat_and_says_where(
