@@ -90,8 +90,9 @@ def status_of(error: Exception) -> Status | None:
         case TemplateFailed():
             violation = Violation("chat.messages", message)
             return _invalid(reasons.ERROR_REASON_TEMPLATE_FAILED, message, violation)
-        case ControlTokenWritten(index=index, field=field):
-            violation = Violation(f"chat.messages[{index}].{field}", message)
+        case ControlTokenWritten(written=written):
+            path = "" if written is None else f"[{written.index}].{written.field}"
+            violation = Violation(f"chat.messages{path}", message)
             description = f"{violation.field} {message}"
             return _invalid(reasons.ERROR_REASON_INVALID_FIELD, description, violation)
         case NoChatTemplate():

@@ -3,125 +3,103 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import tokenizers
 
-RESERVED = re.compile("[\ufdd0-\ufdef]")
-"""Noncharacters of Unicode, which texts do not have: what stands for something else here."""
-TURN_ROLES = frozenset(
-    ("system", "developer", "user", "human", "assistant", "model", "bot", "tool", "function")
-) | {"ipython", "observation"}
-"""Roles from which a template may make a control token (`'<|' + role + '|>'`)."""
+from control_plane.text.chat_template import AddedToken, Rendering
+from control_plane.text.errors import ControlTokenWritten
+from control_plane.text.forgery import TURN_ROLES
+
 _PAIR = re.compile(r"</?(\w+)>")
 _DIGITS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """A control token in a text: text[start:end] is `text`."""
+def added_tokens(
+    backend: tokenizers.Tokenizer, named: frozenset[str], template: str
+) -> tuple[AddedToken, ...]:
+    """A tokenizer's added tokens, by id, and which of them are control tokens.
 
-    start: int
-    end: int
-    text: str
+    `named` are the special tokens that the model's files name, `template` is its template's source.
+    """
+    decoder = backend.get_added_tokens_decoder()
+    known = {token.content for token in decoder.values()}
+
+    def is_control(token: tokenizers.AddedToken) -> bool:
+        name = token.content
+        if name.isspace():
+            return False
+        if token.special or name in named:
+            return True
+        return _writes(template, name) and _has_structure(name, known)
+
+    tokens = [decoder[token_id] for token_id in sorted(decoder)]
+    return tuple(AddedToken(t.content, is_control(t), t.normalized) for t in tokens)
 
 
-class ControlTokens:
-    """Those of one tokenizer. Thread-safe.
+class ChatEncoder:
+    """Makes token ids of the renderings of one template. Thread-safe; takes milliseconds to make.
 
-    `named` are the texts of the special tokens that the model's files name, `template` is the
-    source of its chat template.
+    `tokens` are the tokenizer's added tokens, as `added_tokens` has them.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, named: frozenset[str], template: str) -> None:
-        decoder = backend.get_added_tokens_decoder()
-        added = [decoder[token_id] for token_id in sorted(decoder)]
-        known = {token.content for token in added}
-        control = [
-            token
-            for token in added
-            if not token.content.isspace()
-            and (
-                token.special
-                or token.content in named
-                or (_writes(template, token.content) and _has_structure(token.content, known))
-            )
-        ]
-        self.texts = frozenset(token.content for token in control)
-        self.others = known - self.texts
-        """The texts of the added tokens that are no control tokens."""
-        self.normalized = backend.normalizer is not None and any(t.normalized for t in control)
-        """Whether some are looked for in the normalized text, so that others become them."""
-        self._ids = frozenset(
-            token_id for token_id, t in decoder.items() if t.content in self.texts
-        )
-        # As the library matches them: first those of the text as it is, then of what is left.
-        self._patterns = [
-            re.compile(alternatives(t.content for t in added if t.normalized is normalized))
-            for normalized in (False, True)
-        ]
-        self._names = {token.content: _name(index) for index, token in enumerate(control)}
-        self._apart, self._ids_of_apart = self._make_apart(backend, added)
+    def __init__(self, backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+        self._backend = backend
+        # In texts for the tokenizer beside, control tokens have names that no text has.
+        self._names = [_name(i) if t.control else t.name for i, t in enumerate(tokens)]
+        self._control_ids = frozenset(backend.token_to_id(t.name) for t in tokens if t.control)
+        self._beside, self._ids_of_beside = self._make_beside(backend)
 
-    def find(self, text: str) -> list[Found]:
-        """Where the tokenizer finds control tokens, in order."""
-        return [found for found in self._find(text, 0, len(text), 0) if found.text in self.texts]
+    def encode(self, rendering: Rendering) -> list[int]:
+        """Token ids, in which only the template's own control tokens are control tokens.
 
-    def count(self, token_ids: Sequence[int]) -> int:
-        """How many of the tokens are control tokens."""
-        return sum(map(self._ids.__contains__, token_ids))
-
-    def encode(self, text: str, own: Sequence[Found]) -> list[int] | None:
-        """Token ids of a text in which only `own` are control tokens; the others' texts are text.
-
-        None: the vocabulary has no way to write one of them but the token. `text` has no characters
-        that are reserved.
+        Raises ControlTokenWritten when the vocabulary has no other way to write one.
         """
+        if rendering.written is None:
+            ids = _encode(self._backend, rendering.text)
+            if rendering.own is None or self._count(ids) == len(rendering.own):
+                return ids
+        assert rendering.own is not None
         parts: list[str] = []
         end = 0
-        for found in own:
-            parts += (text[end : found.start], self._names[found.text])
+        for found in rendering.own:
+            parts += (rendering.text[end : found.start], self._names[found.index])
             end = found.end
-        parts.append(text[end:])
-        [encoding] = self._apart.encode_batch_fast(["".join(parts)], add_special_tokens=False)
-        token_ids = [self._ids_of_apart.get(token_id, token_id) for token_id in encoding.ids]
-        return token_ids if self.count(token_ids) == len(own) else None
+        parts.append(rendering.text[end:])
+        ids = [self._ids_of_beside.get(i, i) for i in _encode(self._beside, "".join(parts))]
+        if self._count(ids) != len(rendering.own):
+            raise ControlTokenWritten(rendering.written)
+        return ids
 
-    def _find(self, text: str, start: int, end: int, stage: int) -> Iterator[Found]:
-        if stage == len(self._patterns):
-            return
-        for match in self._patterns[stage].finditer(text, start, end):
-            yield from self._find(text, start, match.start(), stage + 1)
-            yield Found(match.start(), match.end(), match[0])
-            start = match.end()
-        yield from self._find(text, start, end, stage + 1)
+    def _count(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens are control tokens."""
+        return sum(map(self._control_ids.__contains__, token_ids))
 
-    def _make_apart(
-        self, backend: tokenizers.Tokenizer, added: Sequence[tokenizers.AddedToken]
+    def _make_beside(
+        self, backend: tokenizers.Tokenizer
     ) -> tuple[tokenizers.Tokenizer, dict[int, int]]:
-        """The tokenizer that knows control tokens by their names here, and their ids by its own.
+        """The tokenizer that knows control tokens by other names, and what its ids stand for.
 
         It shares the vocabulary, so it costs little. What its vocabulary lacks gets an id behind
         the vocabulary's size, where none of the vocabulary's own may be.
         """
-        apart = tokenizers.Tokenizer(backend.model)
+        beside = tokenizers.Tokenizer(backend.model)
         if backend.normalizer is not None:
-            apart.normalizer = backend.normalizer
+            beside.normalizer = backend.normalizer
         if backend.pre_tokenizer is not None:
-            apart.pre_tokenizer = backend.pre_tokenizer
-        size = apart.get_vocab_size()
-        free = size
+            beside.pre_tokenizer = backend.pre_tokenizer
+        size = free = beside.get_vocab_size()
         while any(
             backend.model.id_to_token(token_id) is not None
-            for token_id in range(free, free + len(added))
+            for token_id in range(free, free + len(self._names))
         ):
             free += 1
-        apart.add_tokens([_name(index, kind=1) for index in range(free - size)])
+        beside.add_tokens([_name(index, kind=1) for index in range(free - size)])
         ids: dict[int, int] = {}
-        for token in added:
-            name = self._names.get(token.content, token.content)
-            other = tokenizers.AddedToken(
+        decoder = backend.get_added_tokens_decoder()
+        for token_id, name in zip(sorted(decoder), self._names, strict=True):
+            token = decoder[token_id]
+            renamed = tokenizers.AddedToken(
                 name,
                 single_word=token.single_word and name == token.content,
                 lstrip=token.lstrip,
@@ -129,40 +107,40 @@ class ControlTokens:
                 normalized=token.normalized,
                 special=token.special,
             )
-            apart.add_tokens([other])
-            token_id, other_id = backend.token_to_id(token.content), apart.token_to_id(name)
-            assert token_id is not None
-            assert other_id is not None
-            ids[other_id] = token_id
-        return apart, ids
+            beside.add_tokens([renamed])
+            id_beside = beside.token_to_id(name)
+            assert id_beside is not None
+            ids[id_beside] = token_id
+        return beside, ids
 
 
-def alternatives(texts: Iterable[str]) -> str:
-    """A pattern of any of them, the longest first; of none, one that never matches."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+def _encode(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    # The template writes the special tokens itself. The batch form releases the interpreter lock.
+    [encoding] = backend.encode_batch_fast([text], add_special_tokens=False)
+    return encoding.ids
 
 
-def _writes(template: str, text: str) -> bool:
-    """Whether a template's source has the text, or what is around a role in it."""
-    if text in template:
+def _writes(template: str, name: str) -> bool:
+    """Whether a template's source has the name, or what is around a role in it."""
+    if name in template:
         return True
     for role in TURN_ROLES:
-        before, found, after = text.partition(role)
+        before, found, after = name.partition(role)
         if found and before and after and before in template and after in template:
             return True
     return False
 
 
-def _has_structure(text: str, known: set[str]) -> bool:
+def _has_structure(name: str, known: set[str]) -> bool:
     """Whether a token that is not special begins or ends something that a template wrote.
 
     Words do not. Nor does one of a pair such as <think> and </think>: it is around a part of what
     is said, and models write it themselves.
     """
-    pair = _PAIR.fullmatch(text)
+    pair = _PAIR.fullmatch(name)
     if pair is not None:
         return not {f"<{pair[1]}>", f"</{pair[1]}>"} <= known
-    return not text.isalnum()
+    return not name.isalnum()
 
 
 def _name(index: int, kind: int = 0) -> str:

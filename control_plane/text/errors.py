@@ -13,6 +13,8 @@ Messages never hold what a client sent.
 
 from __future__ import annotations
 
+from control_plane.text.chat_template import Written
+
 
 class TextError(Exception):
     """Base of what the text layer refuses."""
@@ -38,16 +40,15 @@ class TemplateFailed(TextError):
 class ControlTokenWritten(TextError):
     """A message has a control token's text, and there is no way to take it as text.
 
-    `field` is `role` or `content` of the message at `index`.
+    `written` says where; None: it is not known.
     """
 
-    def __init__(self, index: int, field: str) -> None:
+    def __init__(self, written: Written | None) -> None:
         super().__init__(
             "has the text of a token that gives this model's chats their structure, and it can't be"
             " taken as text here"
         )
-        self.index = index
-        self.field = field
+        self.written = written
 
 
 class NoChatTemplate(TextError):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.control_tokens import added_tokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.template_files import read_special_tokens, read_template
 from control_plane.text.tokenizer import Tokenizer
@@ -25,13 +26,11 @@ class TextModel:
     """Everything of a model that text work needs. `template` is None for models without chat.
 
     The template is not compiled yet: one that does not compile costs chat, not the model.
-    `special_tokens` are the texts of those that the files name.
     """
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
     end_of_sequence_ids: frozenset[int]
-    special_tokens: frozenset[str] = frozenset()
 
 
 def load_text_model(folder: Path) -> TextModel:
@@ -43,8 +42,11 @@ def load_text_model(folder: Path) -> TextModel:
     _add_named(backend, special_tokens.texts)
     tokenizer = Tokenizer(backend)
     template = read_template(folder, tokenizer_config, special_tokens.named)
+    if template is not None:
+        added = added_tokens(backend, special_tokens.texts, template.source)
+        template = replace(template, added_tokens=added)
     ends = _end_of_sequence_ids(folder, tokenizer, special_tokens.named)
-    return TextModel(tokenizer, template, ends, special_tokens.texts)
+    return TextModel(tokenizer, template, ends)
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from control_plane.text.assembler import TextAssembler
-from control_plane.text.chat_encoder import ChatEncoder
-from control_plane.text.chat_template import ChatMessage
+from control_plane.text.chat_template import ChatMessage, Rendering
+from control_plane.text.control_tokens import ChatEncoder
 from control_plane.text.errors import NoChatTemplate, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
 from control_plane.text.stop_strings import StopMatcher, StopStrings
@@ -57,8 +57,8 @@ class ChatRenderer(Protocol):
         """Whether the template compiles; may block."""
         ...
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt; blocks. Raises NoChatTemplate, TemplateFailed."""
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
+        """The prompt; blocks. Raises NoChatTemplate, TemplateFailed, ControlTokenWritten."""
         ...
 
     def close(self) -> None:
@@ -69,24 +69,16 @@ class ChatRenderer(Protocol):
 class TextProcessor:
     """The text side of one served model. Owns its threads and `renderer`: `close` when done.
 
-    `renderer` is None for models without chat. With `trust_messages`, special tokens that are
-    written in a chat's messages become those tokens; else they stay text.
+    `renderer` is None for models without chat.
     """
 
-    def __init__(
-        self,
-        model: TextModel,
-        limits: TextLimits,
-        renderer: ChatRenderer | None,
-        *,
-        trust_messages: bool = False,
-    ) -> None:
+    def __init__(self, model: TextModel, limits: TextLimits, renderer: ChatRenderer | None) -> None:
         self._model = model
         self._limits = limits
         self._renderer = renderer
         self._chat: ChatEncoder | None = None
-        if model.template is not None and not trust_messages:
-            self._chat = ChatEncoder(model.tokenizer, model.special_tokens, model.template)
+        if model.template is not None and model.template.added_tokens:
+            self._chat = ChatEncoder(model.tokenizer.backend, model.template.added_tokens)
         self._usable: Future[bool] | None = None
         self._slots = threading.BoundedSemaphore(limits.max_pending)
         self._executor = ThreadPoolExecutor(limits.thread_count, thread_name_prefix="text")
@@ -128,11 +120,11 @@ class TextProcessor:
         self._check_length(sum(len(turn.role) + len(turn.content) for turn in messages))
 
         def work() -> list[int]:
-            # The template writes the special tokens itself.
+            rendering = renderer.render(messages)
             if self._chat is not None:
-                return self._chat.encode(messages, renderer.render)
-            rendered = renderer.render(messages)
-            return self._model.tokenizer.encode(rendered, add_special_tokens=False)
+                return self._chat.encode(rendering)
+            # The template writes the special tokens itself.
+            return self._model.tokenizer.encode(rendering.text, add_special_tokens=False)
 
         return await self._submit(work)
 

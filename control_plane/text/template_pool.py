@@ -9,8 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from control_plane.text.chat_template import ChatMessage, ChatTemplate
-from control_plane.text.errors import NoChatTemplate, TemplateFailed
+from control_plane.text.chat_template import (
+    ChatMessage,
+    ChatTemplate,
+    Found,
+    Rendering,
+    Written,
+)
+from control_plane.text.errors import ControlTokenWritten, NoChatTemplate, TemplateFailed
 from control_plane.text.template_process import ProcessEnded, RenderLimits, TemplateProcess
 from twinplane.process.logs import fields
 
@@ -58,12 +64,13 @@ class TemplatePool:
                 _logger.warning("chat can't be tried", extra=fields(error=str(error)))
         return self._unusable is None
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
         """The prompt, ending where the assistant begins to speak. Blocks while a process renders.
 
         Raises TemplateFailed; its message never holds what the messages say, unless the template
-        put it into its own refusal. Raises NoChatTemplate when the template does not compile, and
-        OSError when the machine can't start a process.
+        put it into its own refusal. Raises ControlTokenWritten when nobody can tell which control
+        tokens are the template's, NoChatTemplate when the template does not compile, and OSError
+        when the machine can't start a process.
         """
         process = self._take()
         try:
@@ -72,7 +79,7 @@ class TemplatePool:
             raise TemplateFailed(f"the chat template ({self._template.file}) {ended}") from None
         finally:
             self._give_back(process)
-        return _text(answer)
+        return rendering_of(answer)
 
     def close(self) -> None:
         """Ends all processes; renderings that run fail, and later ones. Idempotent."""
@@ -132,6 +139,7 @@ class TemplatePool:
             "source": self._template.source,
             "special_tokens": dict(self._template.special_tokens),
             "file": self._template.file,
+            "tokens": [(t.name, t.control, t.normalized) for t in self._template.added_tokens],
         }
         try:
             error = process.ask(json.dumps(request).encode()).get("error")
@@ -168,10 +176,18 @@ def _batches(messages: Sequence[ChatMessage]) -> Iterator[str]:
         yield json.dumps([(turn.role, turn.content) for turn in batch])[1:-1]
 
 
-def _text(answer: dict[str, Any]) -> str:
+def rendering_of(answer: dict[str, Any]) -> Rendering:
+    """A render process's reply to a conversation. Raises TemplateFailed, ControlTokenWritten."""
+    written = own = None
+    if "written" in answer:
+        written = Written(*answer["written"])
+    if "own" in answer:
+        own = tuple(Found(*position) for position in answer["own"])
     match answer:
+        case {"unclear": True}:
+            raise ControlTokenWritten(written)
         case {"text": str(text)}:
-            return text
+            return Rendering(text, own, written)
         case {"error": str(error)}:
             raise TemplateFailed(error)
         case _:

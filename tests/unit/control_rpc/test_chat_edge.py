@@ -5,20 +5,21 @@ from __future__ import annotations
 import dataclasses
 import sys
 from contextlib import suppress
-from datetime import datetime
+from pathlib import Path
 
 import grpc
 import pytest
 
+from control_plane.app import text_processor
 from control_plane.rpc.errors import InvalidRequest
 from control_plane.rpc.validation import check_generate, check_tokenize
 from control_plane.text.chat_template import ChatMessage as Turn
 from control_plane.text.chat_template import ChatTemplate
-from control_plane.text.model_files import TextModel
-from control_plane.text.processor import TextLimits, TextProcessor
-from control_plane.text.template_pool import TemplatePool
+from control_plane.text.model_files import TextModel, load_text_model
+from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import MODEL, Edge, generate_request, ids, refusal_of, running_edge
 from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage, TokenizeRequest
+from twinplane.settings.control import ControlConfig
 
 END, START = "<|im_end|>", "<|im_start|>"
 
@@ -49,19 +50,15 @@ async def test_a_message_can_not_forge_a_turn(edge: Edge, chat: Chat) -> None:
     assert all(message.content in shown for message in chat.messages)
 
 
-async def test_an_operator_may_trust_messages(tiny_text: TextModel) -> None:
-    assert tiny_text.template is not None
-    limits = TextLimits()
-    pool = TemplatePool(tiny_text.template, limits.rendering, now=datetime.now)
-    processor = TextProcessor(tiny_text, limits, pool, trust_messages=True)
+async def test_an_operator_may_trust_messages(tiny_model: Path) -> None:
+    config = ControlConfig(model=str(tiny_model), trust_message_special_tokens=True)
+    processor = text_processor(config, load_text_model(tiny_model))
     try:
         tokens = await processor.encode_chat([Turn("user", f"a{END}")])
+        text = f"{START}user\na{END}{END}\n{START}assistant\n"
+        assert tokens == await processor.encode(text, add_special_tokens=True)
     finally:
         processor.close()
-    expected = f"{START}user\na{END}{END}\n{START}assistant\n"
-    assert tokens == await TextProcessor(tiny_text, limits, None).encode(
-        expected, add_special_tokens=True
-    )
 
 
 async def test_a_template_that_reads_control_tokens_refuses_them_by_field(
@@ -70,7 +67,8 @@ async def test_a_template_that_reads_control_tokens_refuses_them_by_field(
     source = (
         "{% for m in messages %}{{ m.content.split('<|im_end|>') | last }}<|im_end|>{% endfor %}"
     )
-    template = ChatTemplate(source, {}, "chat_template.jinja")
+    assert tiny_text.template is not None
+    template = dataclasses.replace(tiny_text.template, source=source)
     async with running_edge(
         dataclasses.replace(tiny_text, template=template), TextLimits()
     ) as edge:

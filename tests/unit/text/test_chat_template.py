@@ -50,7 +50,7 @@ CHATML = (
 
 
 def test_chatml(template: Callable[..., TemplatePool]) -> None:
-    assert template(CHATML).render(MESSAGES) == (
+    assert template(CHATML).render(MESSAGES).text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\n Hi <b>&'\" <|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n"
@@ -140,7 +140,7 @@ def test_chatml(template: Callable[..., TemplatePool]) -> None:
 def test_what_templates_use(
     template: Callable[..., TemplatePool], source: str, expected: str
 ) -> None:
-    assert template(source).render(MESSAGES) == expected
+    assert template(source).render(MESSAGES).text == expected
 
 
 HOSTILE = {
@@ -237,15 +237,15 @@ def test_hostile_templates_fail_without_hanging(
 def test_a_long_honest_conversation_fits(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage("user", "word " * 200), ChatMessage("assistant", "so " * 300)] * 200
     limits = RenderLimits(max_characters=1 << 20, cpu_seconds=1.0, memory_bytes=512 << 20)
-    rendered = template(CHATML, limits).render(turns)
+    rendered = template(CHATML, limits).render(turns).text
     assert rendered.count("<|im_start|>") == 401
 
 
 def test_many_small_messages_arrive_in_order(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage(str(index), "x") for index in range(5000)]
     source = "{% for m in messages %}{{ m.role }},{% endfor %}"
-    assert template(source).render(turns) == "".join(f"{index}," for index in range(5000))
-    assert template(source).render([]) == ""
+    assert template(source).render(turns).text == "".join(f"{index}," for index in range(5000))
+    assert template(source).render([]).text == ""
 
 
 def test_a_refusal_is_passed_on_and_cut(template: Callable[..., TemplatePool]) -> None:
