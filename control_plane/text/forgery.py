@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 RESERVED = "\ufdd0-\ufdef"
 """Noncharacters of Unicode, which texts do not have: what stands for something else here."""
@@ -51,6 +52,9 @@ class Guard:
             re.compile(_any_of(name for name, _, when in tokens if when is normalized))
             for normalized in (False, True)
         ]
+        self._name = re.compile(_any_of(names))
+        self._all_names = "\0".join(names)
+        self._longest = max(map(len, names), default=0)
         self._marks = {ord(name[end]): _MARK for name in names for end in (0, -1)}
         edges = _any_of(map(chr, self._marks))
         self._edge = re.compile(edges)
@@ -78,19 +82,19 @@ class Guard:
             # A normalizer may make one out of other characters; who encodes it counts them.
             return reply | ({"own": self._find(text)} if self._normalized else {})
         found = self._find(text)
-        written = self._first_written(messages, marked)
+        unclear = {"written": self._first_written(messages, marked), "unclear": True}
         try:
             beside = render(marked)
         except MemoryError:
             raise
         except Exception:
-            return {"written": written, "unclear": True}
+            return unclear
         own = self._find(beside)
         if [index for _, _, index in own] == [index for _, _, index in found]:
             return reply | ({"own": found} if self._normalized else {})
         if not _agree(text, beside) or _RESERVED.search(text):
-            return {"written": written, "unclear": True}
-        return reply | {"own": own, "written": written}
+            return unclear
+        return reply | {"own": own, "written": unclear["written"]}
 
     def _find(self, text: str) -> list[Position]:
         """Where the tokenizer finds control tokens, in order."""
@@ -121,7 +125,7 @@ class Guard:
                 return text.translate(self._marks)
             return self._markable.sub(self._mark_match, text)
         inside = text.strip()
-        if inside and any(inside in name for name in self._indices):
+        if inside and len(inside) <= self._longest and inside in self._all_names:
             # The template itself may write what comes before and after it.
             return text.replace(inside[0], _MARK, 1)
         return text
@@ -137,7 +141,7 @@ class Guard:
             for text, other, field in zip(turn, after, ("role", "content"), strict=True):
                 if text is not other:
                     part = part or (index, field)
-                    if any(name in text for name in self._indices):
+                    if self._name.search(text) is not None:
                         return index, field
         return part or (0, "content")
 
@@ -155,8 +159,27 @@ def _agree(rendered: str, beside: str) -> bool:
 
 
 def _any_of(texts: Iterable[str]) -> str:
-    """A pattern of any of them, the longest first; of none, one that never matches."""
-    return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)"
+    """A pattern of any of them, the longest that is there; of none, one that never matches.
+
+    What several begin with is there once, so that looking costs the same for one and thousands.
+    """
+    ordered = sorted(filter(None, texts))
+    return _behind(ordered, 0) if ordered else "(?!)"
+
+
+def _behind(texts: Sequence[str], start: int) -> str:
+    """A pattern of what comes in sorted texts behind the `start` characters that all share."""
+    first, last = texts[0], texts[-1]
+    end = start
+    while end < len(first) and first[end] == last[end]:
+        end += 1
+    shared = re.escape(first[start:end])
+    longer = [text for text in texts if len(text) > end]
+    if not longer:
+        return shared
+    groups = [list(group) for _, group in groupby(longer, key=lambda text: text[end])]
+    rest = "|".join(_behind(group, end) for group in groups)
+    return f"{shared}(?:{rest}){'?' if len(first) == end else ''}"
 
 
 def _literals(source: str) -> set[str]:

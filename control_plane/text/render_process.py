@@ -58,7 +58,7 @@ def main(arguments: list[str]) -> int:
     _load_what_comes_late()
     memory = _Memory()
     _limit(int(memory_bytes), open_files=4)
-    renderer = _Renderer(int(max_characters))
+    renderer = Renderer(int(max_characters))
     requests, replies = sys.stdin.buffer, sys.stdout.buffer
     while (body := read_frame(requests, _MAX_REQUEST_BYTES)) is not None:
         # The timer counts this process's own processor time, so a busy machine does not matter.
@@ -93,7 +93,7 @@ class _TooLong(Exception):
     """The rendering has more characters than it may have."""
 
 
-class _Renderer:
+class Renderer:
     """The template, once it was sent, and what it renders to."""
 
     def __init__(self, max_characters: int) -> None:
@@ -159,7 +159,7 @@ class _Renderer:
         return text
 
 
-def _answer(renderer: _Renderer, body: bytes) -> dict[str, Any]:
+def _answer(renderer: Renderer, body: bytes) -> dict[str, Any]:
     file = renderer.file
     try:
         return renderer.answer(json.loads(body))
