@@ -156,6 +156,34 @@ def test_there_are_enough_and_none_mistakes_what_messages_write() -> None:
     assert not unclear
 
 
+def test_in_none_can_a_message_forge_a_control_token() -> None:
+    checked_count = 0
+    for name, source in templates().items():
+        renderer = Renderer(1 << 20)
+        tokens = [(token.name, token.control, token.normalized) for token in tokens_of(source)]
+        request = {"source": source, "special_tokens": SPECIAL_TOKENS, "file": "", "tokens": tokens}
+        assert renderer.answer(request) == {}
+        control = re.compile(
+            "|".join(re.escape(name) for name, is_control, _ in tokens if is_control)
+        )
+        names = control.findall("".join(name for name, _, _ in tokens))
+        found = []
+        for content in ("z", "".join(names) + "z"):
+            chat = [("user", content), ("assistant", content), ("user", content)]
+            if content == "z" and expected(source, chat) is None:
+                break  # one for pictures, which takes no plain text
+            reply = renderer.answer({"now": datetime.now().isoformat(), "messages": chat})
+            assert "unclear" not in reply, name
+            if "own" in reply:
+                found.append([tokens[index][0] for _, _, index in reply["own"]])
+            else:
+                found.append(control.findall(reply["text"]))
+        else:
+            assert found[0] == found[1], name
+            checked_count += 1
+    assert checked_count >= LEAST - 10
+
+
 @pytest.mark.parametrize("name", [*templates()][::20] or ["none"])
 def test_so_does_the_process(name: str) -> None:
     source = templates()[name]
