@@ -12,6 +12,7 @@ import socket
 import time
 import uuid
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -90,7 +91,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             on_readiness=on_readiness,
             served_model_name=model_name,
         )
-        text = _text_processor(config, text_model)
+        text = text_processor(config, text_model)
         stack.callback(text.close)
         text.prepare_chat()
         servicer = InferenceServicer(
@@ -160,10 +161,14 @@ async def _start_metrics(
     return port
 
 
-def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
+def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
+    """The text side of the model as the settings want it."""
     limits = TextLimits(thread_count=config.tokenizer_threads)
     renderer = None
     if model.template is not None:
+        if config.trust_message_special_tokens:
+            model = replace(model, template=replace(model.template, added_tokens=()))
+        assert model.template is not None
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
     return TextProcessor(model, limits, renderer)
 

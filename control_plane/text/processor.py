@@ -16,7 +16,8 @@ from itertools import islice
 from typing import Protocol, TypeVar
 
 from control_plane.text.assembler import TextAssembler
-from control_plane.text.chat_template import ChatMessage
+from control_plane.text.chat_template import ChatMessage, Rendering
+from control_plane.text.control_tokens import ChatEncoder
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
 from control_plane.text.stop_strings import StopMatcher, StopStrings
@@ -61,8 +62,8 @@ class ChatRenderer(Protocol):
         """Whether the template compiles; may block."""
         ...
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
-        """The prompt; blocks. Raises NoChatTemplate, TemplateFailed."""
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
+        """The prompt; blocks. Raises NoChatTemplate, TemplateFailed, ControlTokenWritten."""
         ...
 
     def close(self) -> None:
@@ -88,6 +89,9 @@ class TextProcessor:
         self._model = model
         self._limits = limits
         self._renderer = renderer
+        self._chat: ChatEncoder | None = None
+        if model.template is not None and model.template.added_tokens:
+            self._chat = ChatEncoder(model.tokenizer.backend, model.template.added_tokens)
         self._usable: Future[bool] | None = None
         self._text_ends = _ends(model, turn_end=None)
         self._chat_ends: tuple[Ends, Ends] | None = None
@@ -127,7 +131,7 @@ class TextProcessor:
     async def encode_chat(self, messages: Sequence[ChatMessage]) -> list[int]:
         """Token ids of a rendered chat.
 
-        Raises NoChatTemplate, TemplateFailed, TextTooLong, TextBusy.
+        Raises NoChatTemplate, TemplateFailed, ControlTokenWritten, TextTooLong, TextBusy.
         """
         renderer = self._renderer
         if renderer is None:
@@ -135,11 +139,13 @@ class TextProcessor:
         self._check_length(sum(len(turn.role) + len(turn.content) for turn in messages))
 
         def work() -> list[int]:
-            # The template writes the special tokens itself.
-            rendered = renderer.render(messages)
+            rendering = renderer.render(messages)
             if self._chat_ends is None:
                 self._chat_ends = self._ask_for_turn_end(renderer)
-            return self._model.tokenizer.encode(rendered, add_special_tokens=False)
+            if self._chat is not None:
+                return self._chat.encode(rendering)
+            # The template writes the special tokens itself.
+            return self._model.tokenizer.encode(rendering.text, add_special_tokens=False)
 
         return await self._submit(work)
 
@@ -191,7 +197,7 @@ class TextProcessor:
     def _ask_for_turn_end(self, renderer: ChatRenderer) -> tuple[Ends, Ends] | None:
         """The ends of chats; None when the template does not render the chat that tells them."""
         try:
-            rendered = renderer.render(SAMPLE_CHAT)
+            rendered = renderer.render(SAMPLE_CHAT).text
         except TemplateFailed:
             return None
         return _ends(self._model, find_turn_end(rendered, self._model.tokenizer.added_tokens))

@@ -41,6 +41,11 @@ class Tokenizer:
         self._pieces: dict[int, bytes] = {}
         self._bytes: dict[int, int | None] = {}
 
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """What it runs on. Not to be changed."""
+        return self._backend
+
     def id_of(self, token: str) -> int | None:
         """The id of a token written as in the vocabulary."""
         return self._backend.token_to_id(token)

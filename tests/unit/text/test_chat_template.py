@@ -50,7 +50,7 @@ CHATML = (
 
 
 def test_chatml(template: Callable[..., TemplatePool]) -> None:
-    assert template(CHATML).render(MESSAGES) == (
+    assert template(CHATML).render(MESSAGES).text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\n Hi <b>&'\" <|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n"
@@ -140,7 +140,7 @@ def test_chatml(template: Callable[..., TemplatePool]) -> None:
 def test_what_templates_use(
     template: Callable[..., TemplatePool], source: str, expected: str
 ) -> None:
-    assert template(source).render(MESSAGES) == expected
+    assert template(source).render(MESSAGES).text == expected
 
 
 HOSTILE = {
@@ -237,15 +237,15 @@ def test_hostile_templates_fail_without_hanging(
 def test_a_long_honest_conversation_fits(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage("user", "word " * 200), ChatMessage("assistant", "so " * 300)] * 200
     limits = RenderLimits(max_characters=1 << 20, cpu_seconds=1.0, memory_bytes=512 << 20)
-    rendered = template(CHATML, limits).render(turns)
+    rendered = template(CHATML, limits).render(turns).text
     assert rendered.count("<|im_start|>") == 401
 
 
 def test_many_small_messages_arrive_in_order(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage(str(index), "x") for index in range(5000)]
     source = "{% for m in messages %}{{ m.role }},{% endfor %}"
-    assert template(source).render(turns) == "".join(f"{index}," for index in range(5000))
-    assert template(source).render([]) == ""
+    assert template(source).render(turns).text == "".join(f"{index}," for index in range(5000))
+    assert template(source).render([]).text == ""
 
 
 def test_a_refusal_is_passed_on_and_cut(template: Callable[..., TemplatePool]) -> None:
@@ -272,6 +272,40 @@ def test_errors_do_not_quote_the_messages(
         template(source).render(MESSAGES)
     assert "brief" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("{{ nothing.at_all }}", 1),
+        ("a\n\n{{ messages[0].content + 1 }}", 3),
+        ("{% for m in messages %}\n{{ m.content / 2 }}\n{% endfor %}", 2),
+        ("{% macro f(x) %}\n\n{{ x.y.z }}{% endmacro %}\n\n\n{{ f('a') }}", 3),
+        ("\n{{ raise_exception('no') }}", 2),
+        ("\n{{ messages | map('int') | sum / 0 }}", 2),
+        ("\n\n{% set x = messages.append(1) %}", 3),
+        ("\n{%- if messages | length > 'a' -%}{% endif %}", 2),
+        ("\n{% include 'x' %}", 2),
+        ("\n{% for x in 3 %}{% endfor %}", 2),
+        ("\n{{ strftime_now(3) }}", 2),
+        ("\n{% set x %}\n{{ 'a'.encode('rot13') }}{% endset %}", 3),
+    ],
+)
+def test_an_error_names_the_file_and_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(TemplateFailed, match=rf"\(chat_template\.jinja, line {line}\)"):
+        template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"), [("\n{% if %}", 2), ("a\nb\n{{ 'a' | no_filter }}", 3), ("\n{{ a", 2)]
+)
+def test_what_does_not_compile_names_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(NoChatTemplate, match=rf"chat_template\.jinja.* line {line}:"):
+        template(source).render(MESSAGES)
 
 
 @pytest.mark.parametrize(

@@ -58,27 +58,13 @@ def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
     assert load(folder).template == expected
 
 
-def test_named_templates_give_the_default(folder: Path) -> None:
-    templates = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
-    put(folder, "tokenizer_config.json", {"chat_template": templates})
-    assert load(folder).template == ChatTemplate("yes", {}, "tokenizer_config.json")
-    put(folder, "tokenizer_config.json", {"chat_template": templates[:1]})
-    assert load(folder).template is None
-
-
-def test_the_template_file_wins(folder: Path) -> None:
-    put(folder, "tokenizer_config.json", {"chat_template": "old"})
-    (folder / "chat_template.jinja").write_text("new", encoding="utf-8")
-    assert load(folder).template == ChatTemplate("new", {}, "chat_template.jinja")
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
         ("tokenizer.json", "{}"),
         ("tokenizer_config.json", "no json"),
         ("tokenizer_config.json", "[]"),
-        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("special_tokens_map.json", "no json"),
     ],
 )
 def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:

@@ -55,7 +55,7 @@ def pool_of(stack: ExitStack, limits: RenderLimits = LIMITS) -> TemplatePool:
 
 
 def say(pool: TemplatePool, text: str) -> str:
-    return pool.render([ChatMessage("user", text)])
+    return pool.render([ChatMessage("user", text)]).text
 
 
 def render_processes() -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 from tokenizers import AddedToken
 
-from control_plane.text.chat_template import ChatMessage
+from control_plane.text.chat_template import ChatMessage, Rendering
 from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy, TextTooLong
 from control_plane.text.model_files import TextModel
@@ -112,13 +112,13 @@ class Renderer:
     def usable(self) -> bool:
         return True
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
         if tuple(messages) != SAMPLE_CHAT:
-            return "a"
+            return Rendering("a")
         self.samples += 1
         if self.sample is None:
             raise TemplateFailed("no")
-        return self.sample
+        return Rendering(self.sample)
 
     def close(self) -> None:
         """Nothing runs."""

@@ -84,7 +84,7 @@ def test_the_token_behind_the_assistants_words(shape: str) -> None:
     limits = RenderLimits(max_characters=10_000, cpu_seconds=5.0, memory_bytes=512 << 20)
     pool = TemplatePool(ChatTemplate(source, {}, "chat_template.jinja"), limits, now=datetime.now)
     try:
-        rendered = pool.render(SAMPLE_CHAT)
+        rendered = pool.render(SAMPLE_CHAT).text
     finally:
         pool.close()
     assert find_turn_end(rendered, TOKENS) == expected
