@@ -43,7 +43,7 @@ class ByteLevelDetokenizer:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._begun = self._begin(prompt)
-        """Whether the prompt has begun a character that no text has told of yet."""
+        """What the prompt's own text has for a character that the prompt begins; empty: nothing."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         return self._own(self._decoder.decode(b"".join(map(self._piece, token_ids))))
@@ -51,7 +51,7 @@ class ByteLevelDetokenizer:
     def flush(self) -> str:
         return self._own(self._decoder.decode(b"", final=True))
 
-    def _begin(self, prompt: Sequence[int]) -> bool:
+    def _begin(self, prompt: Sequence[int]) -> str:
         """Decodes the prompt's end, as far back as a character can begin there."""
         tail = b""
         for token_id in reversed(prompt):
@@ -60,13 +60,13 @@ class ByteLevelDetokenizer:
                 break
         self._decoder.decode(tail)
         pending, _ = self._decoder.getstate()
-        return bool(pending)
+        return pending.decode(errors="replace")
 
     def _own(self, text: str) -> str:
-        """Without the U+FFFD that is the prompt's: for a character that it began in vain."""
+        """Without what is the prompt's: U+FFFD for a character that it began in vain."""
         if self._begun and text:
-            self._begun = False
-            return text.removeprefix(_REPLACEMENT)
+            text = text.removeprefix(self._begun)
+            self._begun = ""
         return text
 
 

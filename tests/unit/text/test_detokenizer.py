@@ -167,6 +167,17 @@ def test_bytes_that_become_no_character(
         assert streamed(byte_fallback.detokenizer(prompt), groups) == expected
 
 
+@pytest.mark.parametrize("end", [b"\xed\xa0", b"\xed", b"\xf0\x9f", b"\xe2\x82", b"\xef\xbf"])
+@pytest.mark.parametrize("answer", [b"", b"a", b"\x80", b"\xac", b"\xbd", b"\x99\x82", b"\xed\xa0"])
+def test_what_a_prompt_begins(byte_level: Tokenizer, end: bytes, answer: bytes) -> None:
+    """Half of a surrogate pair, too, of which Python's decoder waits for the rest."""
+    before, whole = end.decode(errors="replace"), (end + answer).decode(errors="replace")
+    for prompt in (list(end), list(b"abc" + end)):
+        for groups in ([list(answer)], [[byte] for byte in answer]):
+            detokenizer = byte_level.detokenizer(prompt)
+            assert streamed(detokenizer, groups) == added_by(before, whole)
+
+
 def test_the_window_stays_small(byte_fallback: Tokenizer) -> None:
     """Work per token does not grow with the sequence."""
     lengths: list[int] = []
