@@ -156,3 +156,19 @@ async def test_a_token_beyond_the_models_vocabulary_is_refused_by_its_field(
             assert "257" in refused.message
         assert (await stack.generate(text="a", stop=stop(tokens=3))).text == "aaa"
         assert (await stack.stub.Tokenize(TokenizeRequest(text="a"))).token_ids
+
+
+async def test_ids_that_only_the_model_has_give_no_text(tmp_path: Path) -> None:
+    """Tensors are filled up to a round size, and an untrained row may win."""
+    tokenizer = bytetoy([special(END)])
+    [x, a] = ids(tokenizer, ["x", "a"])
+    write_chain_model(tmp_path, tokenizer, chained(x, 300, a, 301, x), vocabulary_size=320)
+    async with serving(tmp_path) as stack:
+        answer = await stack.generate(text="x", stop=stop(tokens=6))
+        assert (answer.text, answer.token_ids) == ("axa", (300, a, 301, x, 300, a))
+        stopped = await stack.generate(text="x", stop=stop("ax"))
+        assert (stopped.text, stopped.finished.stop_string) == ("", "ax")
+        taken = await stack.generate(token_ids=TokenIds(ids=[300, x]), stop=stop(tokens=2))
+        assert taken.text == "a"
+        shown = await stack.stub.Detokenize(DetokenizeRequest(token_ids=[300, a, 319]))
+        assert shown.text == "a"
