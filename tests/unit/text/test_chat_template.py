@@ -221,8 +221,56 @@ HOSTILE = {
     "set private names": "{% set ns = namespace() %}{% set ns._x = 1 %}",
     "Python's modules": "{% import 'os' as os %}{{ os.getcwd() }}",
     "changing globals": "{{ dict.update({}) }}",
+    "formatting by map": "{{ '{a:1000000000}'.format_map({'a': 1}) }}",
+    "formatting by width from data": "{{ '{:{}}'.format(1, 10 ** 9) }}",
+    "formatting by a star": "{{ '%*d' % (10 ** 9, 1) }}",
+    "formatting precision": "{{ '%.1000000000f' % 1.5 }}",
+    "formatting a tuple's insides": "{{ '{0[0].__class__.__base__}'.format([1]) }}",
+    "insides by format of a macro": "{% macro f() %}{% endmacro %}{{ '{0._func.__globals__}'"
+        ".format(f) }}",
+    "insides by a format filter's text": "{{ ('{0.__class__.__mro__}' | attr('format'))('') }}",
+    "insides by format_map": "{{ '{a.__class__.__mro__}'.format_map({'a': 1}) }}",
+    "insides by a method's attribute": "{{ ''.upper.__self__.__class__.__mro__ }}",
+    "insides of a generator": "{{ (messages | map('upper')).gi_frame.f_globals['x'] }}",
+    "insides of joiner": "{{ joiner.__init__.__globals__.x }}",
+    "insides of range": "{{ range.__class__.__subclasses__() }}",
+    "insides of loop": "{% for m in messages %}{{ loop._iterable.__class__.x }}{% endfor %}",
+    "insides by mapped attributes": "{{ messages | map(attribute='__class__.__mro__.x') | list }}",
+    "insides by sort": "{{ messages | sort(attribute='__class__.__mro__.x') }}",
+    "insides by groupby": "{{ messages | groupby('__class__.__mro__.x') }}",
+    "insides by selectattr": "{{ messages | selectattr('__class__.__mro__.x.y') | list }}",
+    "insides of the context": "{{ self.__init__.__globals__.x }}{{ caller.x }}",
+    "insides of strftime_now": "{{ strftime_now.__globals__.x }}{{ strftime_now.__closure__ }}",
+    "a template of its own": "{% extends '/etc/passwd' %}",
+    "justification by width": "{{ 'a'.rjust(10 ** 9) ~ 'a'.center(10 ** 9) }}",
+    "tabs": "{{ ('\\t' * 1000).expandtabs(10 ** 7) }}",
+    "translation": "{{ ('a' * 10 ** 6).translate({97: 'b' * 10 ** 6}) }}",
+    "a truncated power": "{{ (10 ** (10 ** 8)) | string | truncate(3) }}",
+    "a shifted factorial": "{% set n = namespace(x=1) %}{% for i in range(99999) %}"
+        "{% set n.x = n.x * (10 ** 100) %}{% endfor %}{{ n.x }}",
+    "a slice of a long range": "{% for i in range(100001) %}{% endfor %}",
+    "batches of batches": "{{ ((range(99999) | batch(1) | list) * 99) | tojson(indent=99999) }}",
+    "a sum of texts": "{{ (['a' * 100000] * 100000) | sum(start='') }}",
+    "urlencoded": "{{ ('é' * 10 ** 8) | urlencode }}",
+    "json of what contains itself": "{% set x = namespace() %}{% set x.x = x %}{{ x | tojson }}",
+    "a deep recursion of json": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
+        "{% set n.x = [n.x] %}{% endfor %}{{ n.x | tojson }}",
+    "loops within loops": "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+    "callers within callers": "{% macro f() %}{% call f() %}{{ caller() }}{% endcall %}"
+        "{% endmacro %}{{ f() }}",
+    "time for ever": "{{ strftime_now('%Y' * 10 ** 8) }}",
+    "a refusal that is long": "{{ raise_exception('a' * 10 ** 9) }}",
+    "a wide batch": "{{ [1] | slice(10 ** 9) | list | length }}",
+    "codecs": "{{ ('a' * 10 ** 8).encode('utf-32') | length }}",
+    "an undefined name's insides": "{{ nothing.__class__.__mro__ }}",
+    "splitting": "{% for i in range(99999) %}{% set x = ('a ' * 10 ** 6).split() %}{% endfor %}",
+    "replacing by a count": "{{ ('ab' * 10 ** 6).replace('a', 'b' * 10 ** 5) | length }}",
     "changing a list": "{% set x = [1] %}{{ x.append(2) }}",
 }  # fmt: skip
+
+
+def test_there_are_enough_of_them() -> None:
+    assert len(HOSTILE) > 90
 
 
 @pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
