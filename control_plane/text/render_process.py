@@ -25,14 +25,17 @@ Imports nothing but the standard library and Jinja.
 from __future__ import annotations
 
 import codecs
+import encodings
 import importlib
 import json
 import os
+import pkgutil
 import resource
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -47,10 +50,6 @@ _MAX_REQUEST_BYTES = (1 << 32) - 1
 """The parent is trusted, so any length it can write is read."""
 _MAX_QUOTED_CHARACTERS = 256
 _LATE_MODULES = ("html", "jinja2.constants", "jinja2.debug", "pprint", "textwrap", "unicodedata")
-_LATE_CODECS = (
-    *("ascii", "cp1252", "idna", "latin-1", "punycode", "raw-unicode-escape", "unicode-escape"),
-    *("utf-8", "utf-8-sig", "utf-16", "utf-16-be", "utf-16-le", "utf-32"),
-)
 
 
 def main(arguments: list[str]) -> int:
@@ -195,8 +194,9 @@ def _load_what_comes_late() -> None:
     time.tzset()
     for module in _LATE_MODULES:
         importlib.import_module(module)
-    for codec in _LATE_CODECS:
-        codecs.lookup(codec)
+    for codec in pkgutil.iter_modules(encodings.__path__):
+        with suppress(LookupError):  # some are another system's
+            codecs.lookup(codec.name)
 
 
 def _limit(memory_bytes: int, *, open_files: int) -> None:

@@ -173,7 +173,8 @@ def _batches(messages: Sequence[ChatMessage]) -> Iterator[str]:
     """
     for start in range(0, len(messages), _BATCH_MESSAGES):
         batch = messages[start : start + _BATCH_MESSAGES]
-        yield json.dumps([(turn.role, turn.content) for turn in batch])[1:-1]
+        pairs = [(turn.role, turn.content) for turn in batch]
+        yield json.dumps(pairs, ensure_ascii=False)[1:-1]
 
 
 def rendering_of(answer: dict[str, Any]) -> Rendering:

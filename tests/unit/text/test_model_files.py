@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.chat_template import AddedToken, ChatTemplate
 from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
@@ -54,8 +54,10 @@ def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
         },
     )
     special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected = ChatTemplate("{{ bos_token }}", special_tokens, "tokenizer_config.json")
-    assert load(folder).template == expected
+    added = tuple(AddedToken(name, control=True, normalized=False) for name in ("<s>", "</s>"))
+    assert load(folder).template == ChatTemplate(
+        "{{ bos_token }}", special_tokens, "tokenizer_config.json", added_tokens=added
+    )
 
 
 @pytest.mark.parametrize(
