@@ -27,10 +27,11 @@ def find_turn_end(rendered: str, tokens: Collection[str]) -> str | None:
     follows where a template ends a turn with nothing of its own.
     """
     asked, said = rendered.find(_ASKED), rendered.find(_SAID)
-    # The longest first, as one token's text may begin another's.
-    names = "|".join(map(re.escape, sorted(filter(str.strip, tokens), key=len, reverse=True)))
-    if not names or not 0 <= asked < said:
+    there = [token for token in tokens if token.strip() and token in rendered]
+    if not there or not 0 <= asked < said:
         return None
+    # The longest first, as one token's text may begin another's.
+    names = "|".join(map(re.escape, sorted(there, key=len, reverse=True)))
     end = re.compile(rf"\s*({names})").match(rendered, said + len(_SAID))
     if end is None:
         return None
