@@ -25,8 +25,8 @@ _DEFAULT = "default"
 class SpecialTokens:
     """The special tokens that a model's files name.
 
-    `named` are those with a name, which templates may use (bos_token, image_token …); `extra` have
-    none.
+    `named` are those with a name, which templates may use (bos_token, image_token …); `extra` are
+    others.
     """
 
     named: Mapping[str, str]
@@ -53,7 +53,12 @@ def read_special_tokens(
         for name, value in config.items()
         if name.endswith("_token") and (name in _STANDARD or _is_token(value))
     }
-    extra: list[Any] = []
+    declared = config.get("added_tokens_decoder")
+    extra: list[Any] = [
+        token
+        for token in (declared.values() if isinstance(declared, dict) else ())
+        if isinstance(token, dict) and token.get("special") is True
+    ]
     for more in (config.get("model_specific_special_tokens"), config["extra_special_tokens"]):
         match more:
             case dict():
@@ -151,7 +156,11 @@ def _of_processor(path: Path, made: Callable[..., ChatTemplate]) -> ChatTemplate
 def _configured(value: object) -> tuple[str, str | None]:
     """The source and the fault of what a JSON file has under `chat_template`."""
     if isinstance(value, list):
-        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = {
+            one["name"]: one.get("template")
+            for one in value
+            if isinstance(one, dict) and isinstance(one.get("name"), str)
+        }
     if isinstance(value, dict):
         if _DEFAULT not in value:
             return "", f"has none that is named {_DEFAULT}"
