@@ -78,6 +78,35 @@ def some_files(rng: random.Random) -> dict[str, dict[str, Any]]:
     return files
 
 
+CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer")
+CLASSES += ("LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", None])
+@pytest.mark.parametrize("declared", CLASSES)
+@pytest.mark.parametrize("byte_level", [False, True])
+def test_a_tokenizers_class_names_what_the_files_leave_out(
+    folder: Path, kind: str | None, declared: str | None, byte_level: bool
+) -> None:
+    if not byte_level:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.decoder = decoders.Metaspace()
+        backend.save(str(folder / "tokenizer.json"))
+    put(folder, "chat_template.jinja", "x")
+    put(folder, "config.json", {} if kind is None else {"model_type": kind})
+    config: dict[str, object] = {"image_token": "<img>", "bos_token": "<unk>"}
+    if declared is not None:
+        config["tokenizer_class"] = declared
+    put(folder, "tokenizer_config.json", config)
+    try:
+        reference = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        pytest.skip(f"transformers does not take it: {error}")
+    template = load_text_model(folder).template
+    assert template is not None
+    assert template.special_tokens == reference.special_tokens_map, type(reference)
+
+
 def of_reference(folder: Path) -> Mapping[str, str]:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return dict(tokenizer.special_tokens_map)
