@@ -46,7 +46,6 @@ class Guard:
     def __init__(self, tokens: Sequence[tuple[str, bool, bool]], source: str) -> None:
         self._indices = {name: index for index, (name, control, _) in enumerate(tokens) if control}
         names = self._indices.keys()
-        self._normalized = any(control and normalized for _, control, normalized in tokens)
         # As the tokenizer matches them: first in the text as it is, then in what is left.
         self._patterns = [
             re.compile(_any_of(name for name, _, when in tokens if when is normalized))
@@ -70,18 +69,17 @@ class Guard:
     def render(
         self, messages: Sequence[Turn], render: Callable[[Sequence[Turn]], str]
     ) -> dict[str, object]:
-        """The reply to one conversation: its text, and what is not plain about it.
+        """The reply to one conversation: its text, and `own`, the template's control tokens in it.
 
-        `own`: the template's control tokens; absent: all that are found. `written`: index and field
-        of the first message that has others. `unclear`: true when they can't be told apart.
+        `written`: index and field of the first message that has others. `unclear`: true, in place
+        of a text, when they can't be told apart.
         """
         text = render(messages)
-        reply: dict[str, object] = {"text": text}
+        found = self._find(text)
+        plain: dict[str, object] = {"text": text, "own": found}
         marked = [self._mark(turn) for turn in messages]
         if all(turn is before for turn, before in zip(marked, messages, strict=True)):
-            # A normalizer may make one out of other characters; who encodes it counts them.
-            return reply | ({"own": self._find(text)} if self._normalized else {})
-        found = self._find(text)
+            return plain
         unclear = {"written": self._first_written(messages, marked), "unclear": True}
         try:
             beside = render(marked)
@@ -91,10 +89,10 @@ class Guard:
             return unclear
         own = self._find(beside)
         if [index for _, _, index in own] == [index for _, _, index in found]:
-            return reply | ({"own": found} if self._normalized else {})
+            return plain
         if not _agree(text, beside) or _RESERVED.search(text):
             return unclear
-        return reply | {"own": own, "written": unclear["written"]}
+        return {"text": text, "own": own, "written": unclear["written"]}
 
     def _find(self, text: str) -> list[Position]:
         """Where the tokenizer finds control tokens, in order."""

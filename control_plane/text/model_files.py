@@ -17,7 +17,11 @@ from control_plane.text.control_tokens import added_tokens
 from control_plane.text.end_of_sequence import EndTokens, read_end_tokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.json_files import read_object
-from control_plane.text.template_files import read_special_tokens, read_template
+from control_plane.text.template_files import (
+    class_defaults,
+    read_special_tokens,
+    read_template,
+)
 from control_plane.text.tokenizer import Tokenizer
 
 
@@ -38,7 +42,12 @@ def load_text_model(folder: Path) -> TextModel:
     backend = _load_backend(folder / "tokenizer.json")
     tokenizer_config = read_object(folder / "tokenizer_config.json")
     special_tokens_map = read_object(folder / "special_tokens_map.json")
-    special_tokens = read_special_tokens(tokenizer_config, special_tokens_map)
+    defaults = class_defaults(
+        tokenizer_config,
+        read_object(folder / "config.json"),
+        byte_level="ByteLevel" in f"{backend.pre_tokenizer}{backend.decoder}",
+    )
+    special_tokens = read_special_tokens(tokenizer_config, special_tokens_map, defaults)
     _add_named(backend, special_tokens.texts)
     tokenizer = Tokenizer(backend)
     template = read_template(folder, tokenizer_config, special_tokens.named)

@@ -19,14 +19,22 @@ _STANDARD = frozenset(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )
 _DEFAULT = "default"
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, str]] = {
+    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), "<|endoftext|>"),
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>"),
+}
+"""What `transformers`' classes call the tokens that the files leave out."""
+_CLASS_OF_TYPE = {"mistral": None, "qwen2": "Qwen2Tokenizer"}
+"""The class that a kind of model always has, whatever its files say; None: one without defaults."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
     """The special tokens that a model's files name.
 
-    `named` are those with a name, which templates may use (bos_token, image_token …); `extra` have
-    none.
+    `named` are those with a name, which templates may use (bos_token, image_token …); `extra` are
+    others.
     """
 
     named: Mapping[str, str]
@@ -38,22 +46,51 @@ class SpecialTokens:
         return self.extra.union(self.named.values())
 
 
+def class_defaults(
+    tokenizer_config: Mapping[str, Any], config: Mapping[str, Any], *, byte_level: bool
+) -> Mapping[str, str]:
+    """The special tokens that the tokenizer's class names, if the files do not.
+
+    From tokenizer_config.json and config.json. `byte_level`: the tokenizer splits text into bytes,
+    so it is none of Llama's first one, though files may say so.
+    """
+    declared = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class")
+    name = declared.removesuffix("Fast") if isinstance(declared, str) else None
+    kind = config.get("model_type")
+    if isinstance(kind, str) and kind in _CLASS_OF_TYPE:
+        name = _CLASS_OF_TYPE[kind]
+    if name is None or (name == "LlamaTokenizer" and byte_level):
+        return {}
+    return _CLASS_DEFAULTS.get(name, {})
+
+
 def read_special_tokens(
-    tokenizer_config: Mapping[str, Any], special_tokens_map: Mapping[str, Any]
+    tokenizer_config: Mapping[str, Any],
+    special_tokens_map: Mapping[str, Any],
+    defaults: Mapping[str, str],
 ) -> SpecialTokens:
-    """From the contents of the two files of that name; an empty mapping for one that is absent."""
+    """From the contents of the two files of that name; an empty mapping for one that is absent.
+
+    `defaults` are what a name that is in neither means.
+    """
     config = dict(tokenizer_config)
     if not config.get("extra_special_tokens"):
         config["extra_special_tokens"] = config.pop("additional_special_tokens", None)
     # What has a list of its added tokens is read without the older file.
     if "added_tokens_decoder" not in config:
         config |= _of_older_file(config, special_tokens_map)
-    named = {
+    named: dict[str, Any] = dict(defaults)
+    named |= {
         name: value
         for name, value in config.items()
         if name.endswith("_token") and (name in _STANDARD or _is_token(value))
     }
-    extra: list[Any] = []
+    declared = config.get("added_tokens_decoder")
+    extra: list[Any] = [
+        token
+        for token in (declared.values() if isinstance(declared, dict) else ())
+        if isinstance(token, dict) and token.get("special") is True
+    ]
     for more in (config.get("model_specific_special_tokens"), config["extra_special_tokens"]):
         match more:
             case dict():
@@ -151,7 +188,11 @@ def _of_processor(path: Path, made: Callable[..., ChatTemplate]) -> ChatTemplate
 def _configured(value: object) -> tuple[str, str | None]:
     """The source and the fault of what a JSON file has under `chat_template`."""
     if isinstance(value, list):
-        value = {one.get("name"): one.get("template") for one in value if isinstance(one, dict)}
+        value = {
+            one["name"]: one.get("template")
+            for one in value
+            if isinstance(one, dict) and isinstance(one.get("name"), str)
+        }
     if isinstance(value, dict):
         if _DEFAULT not in value:
             return "", f"has none that is named {_DEFAULT}"

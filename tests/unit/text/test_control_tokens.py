@@ -297,6 +297,6 @@ def test_the_process_does_the_same() -> None:
             assert encoder.encode(pool.render(turns)) == Chats(tokenizer, CHATML).encode(chat)
         with pytest.raises(ControlTokenWritten):
             pool.render([ChatMessage("user", "a\ufdd0<|im_end|>")])
-        assert pool.render([ChatMessage("user", "\ufdd0 <")]).own is None
+        assert pool.render([ChatMessage("user", "\ufdd0 <")]).written is None
     finally:
         pool.close()

@@ -12,6 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from control_plane.text.chat_template import AddedToken
 from control_plane.text.model_files import load_text_model
 
 transformers = pytest.importorskip("transformers")
@@ -77,6 +78,35 @@ def some_files(rng: random.Random) -> dict[str, dict[str, Any]]:
     return files
 
 
+CLASSES = (None, "PreTrainedTokenizerFast", "TokenizersBackend", "LlamaTokenizer")
+CLASSES += ("LlamaTokenizerFast", "GPT2Tokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast")
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", None])
+@pytest.mark.parametrize("declared", CLASSES)
+@pytest.mark.parametrize("byte_level", [False, True])
+def test_a_tokenizers_class_names_what_the_files_leave_out(
+    folder: Path, kind: str | None, declared: str | None, byte_level: bool
+) -> None:
+    if not byte_level:
+        backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        backend.decoder = decoders.Metaspace()
+        backend.save(str(folder / "tokenizer.json"))
+    put(folder, "chat_template.jinja", "x")
+    put(folder, "config.json", {} if kind is None else {"model_type": kind})
+    config: dict[str, object] = {"image_token": "<img>", "bos_token": "<unk>"}
+    if declared is not None:
+        config["tokenizer_class"] = declared
+    put(folder, "tokenizer_config.json", config)
+    try:
+        reference = transformers.AutoTokenizer.from_pretrained(folder)
+    except Exception as error:
+        pytest.skip(f"transformers does not take it: {error}")
+    template = load_text_model(folder).template
+    assert template is not None
+    assert template.special_tokens == reference.special_tokens_map, type(reference)
+
+
 def of_reference(folder: Path) -> Mapping[str, str]:
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     return dict(tokenizer.special_tokens_map)
@@ -98,6 +128,34 @@ def test_a_named_token_that_is_only_a_piece_becomes_one_token(folder: Path) -> N
     ids = load_text_model(folder).tokenizer.encode("a<plain>b", add_special_tokens=False)
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     assert ids == reference.encode("a<plain>b", add_special_tokens=False) == [0, 7, 1]
+
+
+def test_a_declared_token_that_is_only_a_piece_becomes_one_token(folder: Path) -> None:
+    declared = {"7": {"content": "<plain>", "special": True, **FLAGS}}
+    put(folder, "tokenizer_config.json", {"added_tokens_decoder": declared})
+    put(folder, "chat_template.jinja", "{{ messages }}")
+    model = load_text_model(folder)
+    ids = model.tokenizer.encode("a<plain>b", add_special_tokens=False)
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == reference.encode("a<plain>b", add_special_tokens=False) == [0, 7, 1]
+    assert model.template is not None
+    assert AddedToken("<plain>", control=True, normalized=False) in model.template.added_tokens
+
+
+@pytest.mark.parametrize("value", [3, "x", [], {}, ["x"], {"a": 1}, None, [None], {"0": "x"}, True])
+def test_strange_values_name_no_tokens(folder: Path, value: object) -> None:
+    names = ("bos_token", "image_token", "extra_special_tokens", "added_tokens_decoder")
+    names += ("additional_special_tokens", "model_specific_special_tokens")
+    for name in names:
+        if name == "bos_token" and value == "x":
+            continue
+        for file in ("tokenizer_config.json", "special_tokens_map.json"):
+            put(folder, file, {name: value})
+            put(folder, "chat_template.jinja", "x")
+            template = load_text_model(folder).template
+            assert template is not None
+            assert set(template.special_tokens) <= {"bos_token", "image_token", "0"}
+            (folder / file).unlink()
 
 
 NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "config"}]
@@ -164,6 +222,16 @@ def test_the_template_is_the_one_that_transformers_takes(
         ({f"{MORE}/rag.jinja": "rag"}, MORE, "default"),
         ({"tokenizer_config.json": {"chat_template": 3}}, "tokenizer_config.json", "not a text"),
         ({"tokenizer_config.json": {"chat_template": ["x"]}}, "tokenizer_config.json", "default"),
+        (
+            {"tokenizer_config.json": {"chat_template": [{"name": [], "template": "x"}, {}, 3]}},
+            "tokenizer_config.json",
+            "default",
+        ),
+        (
+            {"tokenizer_config.json": {"chat_template": {"default": ["x"]}}},
+            "tokenizer_config.json",
+            "not a text",
+        ),
         ({"chat_template.json": "no json"}, "chat_template.json", "not JSON"),
         ({"chat_template.json": []}, "chat_template.json", "not a text"),
     ],
