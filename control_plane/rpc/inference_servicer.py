@@ -27,7 +27,9 @@ from control_plane.rpc.validation import (
     check_generate,
     check_model,
     check_prompt,
+    check_stop_strings,
     check_tokenize,
+    check_tokens,
 )
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
@@ -82,11 +84,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = check_model(request.model, self._engine.served_model())
         call = check_generate(request, model)
         token_ids = await self._encode(call.prompt)
-        max_tokens = check_prompt(call.prompt, len(token_ids), call.stop, model)
-        core_request = self._core_request(
-            call, RequestId(request_id), token_ids, max_tokens, arrival
+        max_tokens = check_prompt(call.prompt, token_ids, call.stop, model)
+        ends = self._text.ends(
+            chat=isinstance(call.prompt, ChatPrompt), ignored=call.stop.ignore_end_of_sequence
         )
-        stream = TokenStream(self._text.assembler(call.stop.strings), self._turns)
+        check_stop_strings(call.stop, lambda string: self._text.can_write(string, ends))
+        core_request = self._core_request(
+            call, RequestId(request_id), token_ids, max_tokens, ends.ids, arrival
+        )
+        assembler = self._text.assembler(call.stop.strings, token_ids, ends)
+        stream = TokenStream(assembler, self._turns)
         self._engine.submit(core_request, stream)
         try:
             await context.write(_started(core_request, model))
@@ -105,6 +112,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = check_model(request.model, self._engine.served_model())
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        check_tokens(call.prompt, token_ids, model)
         return inference_pb2.TokenizeResponse(
             token_ids=token_ids, max_sequence_token_count=model.max_sequence_token_count
         )
@@ -155,17 +163,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id: RequestId,
         token_ids: Sequence[int],
         max_tokens: int,
+        end_of_sequence_ids: frozenset[int],
         arrival: float,
     ) -> Request:
-        ends = frozenset[int]()
-        if not call.stop.ignore_end_of_sequence:
-            ends = self._text.end_of_sequence_ids
         return Request(
             request_id=request_id,
             prompt_token_ids=array("I", token_ids),
             sampling=call.sampling,
             seed=self._new_seed() if call.seed is None else call.seed,
-            stop=StopConditions(max_tokens, call.stop.token_ids, ends),
+            stop=StopConditions(max_tokens, call.stop.token_ids, end_of_sequence_ids),
             arrival=arrival,
             priority=call.priority,
             cache_salt=call.cache_salt,

@@ -89,7 +89,7 @@ class Fleet:
     def served_model(self) -> ServedModel | None:
         """The model that answers; a worker lost only shortly ago still counts.
 
-        Its length is what every replica that answers can hold.
+        Its length and its vocabulary are what every replica that answers has.
         """
         attached_first = sorted(self.replicas, key=lambda replica: not replica.attached)
         models = [m for replica in attached_first if (m := replica.model()) is not None]
@@ -99,6 +99,7 @@ class Fleet:
             models[0],
             name=self._served_model_name or models[0].name,
             max_sequence_token_count=min(model.max_sequence_token_count for model in models),
+            vocabulary_size=min(model.vocabulary_size for model in models),
         )
 
     def submit(self, request: Request, stream: TokenStream) -> None:

@@ -32,6 +32,10 @@ class ControlConfig:
     )
     tokenizer_threads: int = option(2, "threads for tokenizing and chat templates", group=_MODEL)
 
+    trust_message_special_tokens: bool = option(
+        False, "special tokens written in chat messages are those tokens, not text", group=_MODEL
+    )
+
     host: str = option("127.0.0.1", "address to listen on", group=_LISTEN)
     port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN)
     uds: str | None = option(
