@@ -95,10 +95,11 @@ def _refuse_difference(reader: ConfigReader, holder: ConfigReader, key: str) -> 
 
 
 def _scaling(holder: ConfigReader, max_length: int, original_length: int) -> RopeScaling:
-    kind = holder.values.get("rope_type", holder.values.get("type", "default"))
-    if holder.values.get("type", kind) != kind:
+    kinds = {key: holder.values[key] for key in ("rope_type", "type") if key in holder.values}
+    kind = next(iter(kinds.values()), "default")
+    if kinds.get("type", kind) is not kind and kinds["type"] != kind:
         raise contradiction(
-            f"{holder.prefix}rope_type", kind, f"{holder.prefix}type", holder.values["type"]
+            f"{holder.prefix}rope_type", kind, f"{holder.prefix}type", kinds["type"]
         )
     match kind:
         case "default":
