@@ -50,7 +50,7 @@ def open_folder(folder: Path) -> ModelFolder:
     """Reads config.json and the index, and looks at the weight files. Raises ModelInvalid."""
     config = read_config(folder)
     for name in _QUANTIZATION_NAMES:
-        if _is_there(folder / name):
+        if is_there(folder / name):
             raise ModelInvalid(
                 f"{folder / name} says that the weights are quantized; only weights that are not "
                 "quantized are read"
@@ -64,15 +64,15 @@ def open_folder(folder: Path) -> ModelFolder:
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The content of config.json in a folder that holds a whole model. Raises ModelInvalid."""
-    if not _is_folder(folder):
+    if not is_folder(folder):
         raise ModelInvalid(f"{folder} is not a folder; give the folder that holds {CONFIG_NAME}")
-    if _is_there(folder / _ADAPTER_NAME):
+    if is_there(folder / _ADAPTER_NAME):
         raise ModelInvalid(
             f"{folder} holds an adapter ({_ADAPTER_NAME}), which is not read: merge the adapter "
             "into its base model, or take the file away to serve the model without it"
         )
     path = folder / CONFIG_NAME
-    if not _is_there(path):
+    if not is_there(path):
         raise ModelInvalid(f"{path} is missing: {_instead_of_config(folder)}")
     return read_json(path)
 
@@ -87,6 +87,19 @@ def read_json(path: Path) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ModelInvalid(f"{path} must hold a JSON object")
     return value
+
+
+def read_weight_map(index: Path) -> Mapping[str, str]:
+    """The file of each tensor, by the index. Raises ModelInvalid."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelInvalid(f"{index} has no weight_map; {_AGAIN}")
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ModelInvalid(
+                f"{index} says that {tensor} is in {name!r}, which is not a file of this folder"
+            )
+    return weight_map
 
 
 def check_readable(path: Path) -> None:
@@ -122,18 +135,22 @@ def unreadable(path: Path, error: OSError) -> str:
     return f"{path} cannot be read ({error.strerror or error})"
 
 
-def _is_folder(path: Path) -> bool:
+def is_folder(path: Path) -> bool:
+    """Whether it is one. Raises ModelInvalid where that can't be seen."""
     try:
         return path.is_dir()
     except OSError as error:
         raise ModelInvalid(unreadable(path, error)) from error
 
 
-def _is_there(path: Path) -> bool:
-    """Whether the folder has an entry of that name, be it a link that leads nowhere."""
+def is_there(path: Path) -> bool:
+    """Whether there is an entry of that name, be it a link that leads nowhere.
+
+    Raises ModelInvalid where that can't be seen.
+    """
     try:
         path.lstat()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         raise ModelInvalid(unreadable(path, error)) from error
@@ -159,20 +176,13 @@ def _object_of(path: Path) -> Any:
 def _weight_map(folder: Path) -> Mapping[str, str]:
     """The file of each tensor by the index; empty where one file holds all of them."""
     index, single = folder / INDEX_NAME, folder / SINGLE_NAME
-    if not _is_there(index):
-        if not _is_there(single):
+    if not is_there(index):
+        if not is_there(single):
             instead = _instead_of_weights(folder)
             raise ModelInvalid(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}: {instead}")
         return {}
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelInvalid(f"{index} has no weight_map; {_AGAIN}")
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or Path(name).name != name:
-            raise ModelInvalid(
-                f"{index} says that {tensor} is in {name!r}, which is not a file of this folder"
-            )
-    if _is_there(single) and SINGLE_NAME not in weight_map.values():
+    weight_map = read_weight_map(index)
+    if is_there(single) and SINGLE_NAME not in weight_map.values():
         raise ModelInvalid(
             f"{folder} holds the weights twice, in {SINGLE_NAME} and in the files that "
             f"{INDEX_NAME} names; remove one of the two"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
-from twinplane.models.errors import ModelNotFound, PullFailed
+from twinplane.models.errors import ModelInvalid, ModelNotFound, PullFailed
+from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_weight_map
 
 # Pickled weights and code are never fetched.
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -63,10 +63,13 @@ def pull_snapshot(name: str) -> Path:
 
 def missing_file(folder: Path) -> str | None:
     """The first file that a plane would miss in `folder`, or None when all are there."""
-    if not (folder / "config.json").is_file():
-        return "config.json"
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return next((s for s in sorted(shards) if not (folder / s).is_file()), None)
-    return None if any(folder.glob("*.safetensors")) else "model.safetensors"
+    if not (folder / CONFIG_NAME).is_file():
+        return CONFIG_NAME
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return None if (folder / SINGLE_NAME).is_file() else SINGLE_NAME
+    try:
+        shards = set(read_weight_map(index).values())
+    except ModelInvalid:
+        return INDEX_NAME  # what is there in its place is of no use
+    return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)

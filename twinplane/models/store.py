@@ -11,6 +11,7 @@ from pathlib import Path
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
 from twinplane.models.errors import ModelInvalid, ModelNotFound
+from twinplane.models.folder import check_readable, is_folder, is_there, read_config
 from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
 from twinplane.models.hub import find_snapshot, is_hub_id, missing_file, pull_snapshot
 from twinplane.models.progress import Progress
@@ -40,13 +41,16 @@ class ModelStore:
     def resolve(self, name_or_path: str, progress: Progress) -> Path:
         """See `twinplane.models.resolve`."""
         path = Path(name_or_path).expanduser()
-        if path.is_dir():
-            if not (path / "config.json").is_file():
-                raise ModelInvalid(f"{path} has no config.json: not a Hugging Face model folder")
+        if is_folder(path):
+            read_config(path)
             return path
-        if path.is_file():
+        if is_there(path):
+            check_readable(path)
             if path.suffix != ".gguf":
-                raise ModelInvalid(f"{path} is neither a model folder nor a .gguf file")
+                raise ModelInvalid(
+                    f"{path} is neither a model folder nor a .gguf file; give the folder of a "
+                    "model, not a file in it"
+                )
             return self._converted(path.resolve(), progress)
         if model := find_in_catalogue(name_or_path, self._catalogue):
             if found := self._cache.find(model.name):

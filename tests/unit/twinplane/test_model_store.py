@@ -207,7 +207,7 @@ resolve(sys.argv[1], Stuck())
 def test_a_folder_is_taken_as_it_is(fixture: Fixture, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    with pytest.raises(ModelInvalid, match=r"no config\.json"):
+    with pytest.raises(ModelInvalid, match=r"config\.json is missing"):
         fixture.store().resolve(str(folder), NoProgress())
     (folder / "config.json").write_text("{}")
     assert fixture.store().resolve(str(folder), NoProgress()) == folder
