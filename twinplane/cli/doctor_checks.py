@@ -249,7 +249,7 @@ def check_models(names: Iterable[str]) -> list[Finding]:
 
 def _folder_of(name: str) -> Path | None:
     """The model's folder, if there is one already. A .gguf file is not converted here."""
-    if _is_gguf(name):
+    if name.endswith(".gguf"):
         return None
     try:
         return models.resolve(name)
@@ -257,14 +257,9 @@ def _folder_of(name: str) -> Path | None:
         return None
 
 
-def _is_gguf(name: str) -> bool:
-    path = Path(name).expanduser()
-    return path.suffix == ".gguf" and path.is_file()
-
-
 def _check_model(name: str) -> Finding:
     path = Path(name).expanduser()
-    if _is_gguf(name):
+    if path.is_file() and path.suffix == ".gguf":
         return Finding(State.OK, "model", f"{path}: a GGUF file, converted on first use")
     try:
         return Finding(State.OK, "model", f"{name}: {models.resolve(name)}")

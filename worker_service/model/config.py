@@ -80,17 +80,13 @@ class ConfigReader:
             raise self.invalid(key, "true or false")
         return value
 
-    def words(self, key: str, count: int) -> tuple[str, ...] | None:
-        """A list of `count` strings, or None where it is absent or null."""
+    def words(self, key: str) -> tuple[str, ...] | None:
+        """A list of strings, or None where it is absent or null."""
         value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
             raise self.invalid(key, "a list of strings")
-        if len(value) != count:
-            raise CheckpointInvalid(
-                f"config.json: {self.prefix}{key} must name {count} layers, and names {len(value)}"
-            )
         return tuple(value)
 
     def token_ids(self, key: str, vocabulary_size: int) -> tuple[int, ...]:

@@ -137,7 +137,9 @@ def sliding_window(reader: ConfigReader) -> int | None:
 
 def layer_kinds(reader: ConfigReader) -> tuple[str, ...] | None:
     """FULL or WINDOWED for each layer, or None where the config does not say."""
-    kinds = reader.words("layer_types", _layer_count(reader))
+    kinds, count = reader.words("layer_types"), _layer_count(reader)
+    if kinds is not None and len(kinds) != count:
+        raise reader.invalid("layer_types", f"one kind for each of {count} layers")
     for kind in kinds or ():
         if kind not in (FULL, WINDOWED):
             raise ModelUnsupported("layer_types", kind, f"{FULL}, {WINDOWED}")
