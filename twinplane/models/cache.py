@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from twinplane.models.errors import CacheUnusable
+from twinplane.models.folder import missing_file
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -47,7 +48,7 @@ class ModelCache:
     def find(self, name: str) -> Path | None:
         """The complete folder called `name`, or None."""
         folder = self.models / name
-        return folder if (folder / "config.json").is_file() else None
+        return folder if missing_file(folder) is None else None
 
     def folders(self) -> list[Path]:
         """Every complete folder, by name."""

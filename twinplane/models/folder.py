@@ -20,6 +20,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
 _AGAIN = "download the model again"
+_REPLACE = "remove it and download the model again"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NAMES_TOLD = 3
 # Their presence says that the weights are not what config.json alone describes.
@@ -83,7 +84,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_object_of(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelInvalid(f"{path} cannot be read as JSON ({error}); {_AGAIN}") from error
+        raise ModelInvalid(f"{path} cannot be read as JSON ({error}); {_REPLACE}") from error
     if not isinstance(value, dict):
         raise ModelInvalid(f"{path} must hold a JSON object")
     return value
@@ -93,7 +94,7 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
     """The file of each tensor, by the index. Raises ModelInvalid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelInvalid(f"{index} has no weight_map; {_AGAIN}")
+        raise ModelInvalid(f"{index} has no weight_map; {_REPLACE}")
     for tensor, name in weight_map.items():
         if not isinstance(name, str) or Path(name).name != name:
             raise ModelInvalid(
@@ -102,12 +103,26 @@ def read_weight_map(index: Path) -> Mapping[str, str]:
     return weight_map
 
 
+def missing_file(folder: Path) -> str | None:
+    """The first file that a plane would miss in `folder`, or None when all are there."""
+    if not (folder / CONFIG_NAME).is_file():
+        return CONFIG_NAME
+    index = folder / INDEX_NAME
+    if not index.is_file():
+        return None if (folder / SINGLE_NAME).is_file() else SINGLE_NAME
+    try:
+        shards = set(read_weight_map(index).values())
+    except ModelInvalid:
+        return INDEX_NAME  # what is there in its place is of no use
+    return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)
+
+
 def check_readable(path: Path) -> None:
     """Raises ModelInvalid unless `path` is a file with content that this user can read."""
     try:
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise ModelInvalid(f"{path} is a folder, and must be a file; {_AGAIN}")
+            raise ModelInvalid(f"{path} is a folder, and must be a file; {_REPLACE}")
         if not stat.S_ISREG(mode):
             raise ModelInvalid(f"{path} is not a regular file")
         with path.open("rb") as file:
@@ -115,13 +130,13 @@ def check_readable(path: Path) -> None:
     except FileNotFoundError as error:
         if path.is_symlink():
             raise ModelInvalid(
-                f"{path} is a link to {path.readlink()}, which is missing; {_AGAIN}"
+                f"{path} is a link to {path.readlink()}, which is missing; {_REPLACE}"
             ) from error
         raise ModelInvalid(f"{path} is missing; {_AGAIN}") from error
     except OSError as error:
         raise ModelInvalid(unreadable(path, error)) from error
     if not start:
-        raise ModelInvalid(f"{path} is empty; {_AGAIN}")
+        raise ModelInvalid(f"{path} is empty; {_REPLACE}")
     if start == _LFS_POINTER:
         raise ModelInvalid(
             f"{path} is only a pointer of Git LFS: run `git lfs pull` in its folder, or {_AGAIN}"

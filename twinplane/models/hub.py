@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from twinplane.models.errors import ModelInvalid, ModelNotFound, PullFailed
-from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_weight_map
+from twinplane.models.errors import ModelNotFound, PullFailed
+from twinplane.models.folder import missing_file
 
 # Pickled weights and code are never fetched.
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -59,17 +59,3 @@ def pull_snapshot(name: str) -> Path:
     if missing := missing_file(folder):
         raise PullFailed(f"{name} has no {missing}: only safetensors models can be served")
     return folder
-
-
-def missing_file(folder: Path) -> str | None:
-    """The first file that a plane would miss in `folder`, or None when all are there."""
-    if not (folder / CONFIG_NAME).is_file():
-        return CONFIG_NAME
-    index = folder / INDEX_NAME
-    if not index.is_file():
-        return None if (folder / SINGLE_NAME).is_file() else SINGLE_NAME
-    try:
-        shards = set(read_weight_map(index).values())
-    except ModelInvalid:
-        return INDEX_NAME  # what is there in its place is of no use
-    return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)

@@ -11,9 +11,15 @@ from pathlib import Path
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
 from twinplane.models.errors import ModelInvalid, ModelNotFound
-from twinplane.models.folder import check_readable, is_folder, is_there, read_config
+from twinplane.models.folder import (
+    check_readable,
+    is_folder,
+    is_there,
+    missing_file,
+    read_config,
+)
 from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
-from twinplane.models.hub import find_snapshot, is_hub_id, missing_file, pull_snapshot
+from twinplane.models.hub import find_snapshot, is_hub_id, pull_snapshot
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel
 

@@ -144,7 +144,8 @@ class Checkpoint:
             names: Iterable[str] = handle.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointInvalid(
-                f"{path} cannot be read as safetensors ({error}); download the model again"
+                f"{path} cannot be read as safetensors ({error}); "
+                "remove it and download the model again"
             ) from error
         for name in names:
             if name in self._files:

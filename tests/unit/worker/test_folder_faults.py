@@ -89,7 +89,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "leads nowhere": (replaced_by_link, "is a link to ../blobs/gone, which is missing"),
     "leads to itself": (replaced_by_loop, "cannot be read (Too many levels of symbolic links)"),
     "is a pipe": (replaced_by_pipe, "is not a regular file"),
-    "is empty": (lambda path: path.write_bytes(b""), "is empty; download the model again"),
+    "is empty": (
+        lambda path: path.write_bytes(b""),
+        "is empty; remove it and download the model again",
+    ),
     "is a pointer": (lambda path: path.write_bytes(POINTER), "run `git lfs pull`"),
     "is a page": (lambda path: path.write_text("<!DOCTYPE html><html>no</html>"), "cannot be read"),
     "is cut": (lambda path: path.write_bytes(path.read_bytes()[:-3]), "cannot be read as"),
