@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
@@ -131,6 +132,27 @@ def test_another_prefix_is_refused_by_name(prefix: str, folder: Path, tmp_path: 
     shown = prefix if prefix[0] != "-" else "embed_tokens"
     with pytest.raises(CheckpointInvalid, match=rf"account for the tensors {shown}"):
         load(changed(folder, tmp_path, rename))
+
+
+def in_shards(source: Path, target: Path, unlisted: Tensors) -> Path:
+    """The folder as two files with an index, which does not list the tensors in `unlisted`."""
+    tensors = load_file(source / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    weight_map = {name: file for file, part in parts.items() for name in part}
+    for file, part in parts.items():
+        held = {name: tensors[name] for name in part}
+        save_file({**held, **unlisted} if file[0] == "t" else held, target / file)
+    (target / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    return target
+
+
+def test_a_tensor_that_only_a_shard_mentions_is_refused_too(folder: Path, tmp_path: Path) -> None:
+    load(in_shards(folder, tmp_path, {"model.rotary_emb.inv_freq": torch.ones(4)}))
+    name = f"{LAYER}.self_attn.o_proj.bias"
+    with pytest.raises(CheckpointInvalid, match=rf"account for the tensor {name};"):
+        load(in_shards(folder, tmp_path, {name: torch.ones(48)}))
 
 
 def test_the_first_of_many_are_named(folder: Path, tmp_path: Path) -> None:
