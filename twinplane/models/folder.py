@@ -7,6 +7,7 @@ Whatever is wrong is said as one line that names the file, the reason and what t
 from __future__ import annotations
 
 import json
+import reprlib
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ def is_there(path: Path) -> bool:
     """
     try:
         path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # or it can be no path at all
         return False
     except OSError as error:
         raise ModelInvalid(unreadable(path, error)) from error
@@ -180,7 +181,8 @@ def _object_of(path: Path) -> Any:
         for key, value in pairs:
             if key in values and repr(values[key]) != repr(value):
                 raise ModelInvalid(
-                    f"{path} says {key} twice, as {values[key]!r} and as {value!r}; remove one"
+                    f"{path} says {key} twice, as {reprlib.repr(values[key])} and as "
+                    f"{reprlib.repr(value)}; remove one"
                 )
             values[key] = value
         return values

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 
@@ -16,6 +17,20 @@ from worker_service.weights.checkpoint import Checkpoint
 _logger = logging.getLogger(__name__)
 
 _FORMATS = ("F32", "BF16", "F16", "F64")
+# torch's words for the formats that are refused.
+_WORDS = MappingProxyType(
+    {
+        "BOOL": " (bool)",
+        "U8": " (uint8)",
+        "I8": " (int8)",
+        "I16": " (int16)",
+        "I32": " (int32)",
+        "I64": " (int64)",
+        "C64": " (complex64)",
+        "F8_E4M3": " (float8_e4m3fn)",
+        "F8_E5M2": " (float8_e5m2)",
+    }
+)
 _NAMES_TOLD = 4
 _ROWS_COMPARED = 4096
 
@@ -32,8 +47,9 @@ def account_for(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
         stored = checkpoint.stored_format(name)
         if stored not in _FORMATS:
             raise CheckpointInvalid(
-                f"{checkpoint.folder}: the tensor {name} is stored as {stored}; "
-                f"only {', '.join(_FORMATS)} are read, no quantized weights"
+                f"{checkpoint.folder}: the tensor {name} is stored as {stored}"
+                f"{_WORDS.get(stored, '')}; only {', '.join(_FORMATS)} are read, no quantized "
+                "weights"
             )
     unknown = found - known - spec.ignored
     if unknown:

@@ -69,8 +69,8 @@ class WeightLoader:
         """Refuses numbers that became infinite; those that were stored so are the model's own."""
         if torch.finfo(stored.dtype).max <= torch.finfo(target.dtype).max:
             return
-        overflown = target.isinf() & stored.to(target.device).isfinite()
-        if overflown.any():
+        infinite = target.isinf()
+        if infinite.any() and stored.to(target.device)[infinite].isfinite().any():
             kind = str(self._data_type).removeprefix("torch.")
             raise CheckpointInvalid(
                 f"{self._checkpoint.folder}: the tensor {name} holds numbers that are too large "
