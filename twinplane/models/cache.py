@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from twinplane.models.errors import CacheUnusable
-from twinplane.models.folder import missing_file
+from twinplane.models.folder import CONFIG_NAME, missing_file
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -51,10 +51,10 @@ class ModelCache:
         return folder if missing_file(folder) is None else None
 
     def folders(self) -> list[Path]:
-        """Every complete folder, by name."""
+        """Every model's folder, by name, be it that some of its files are gone."""
         if not self.models.is_dir():
             return []
-        return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
+        return [path for path in sorted(self.models.iterdir()) if (path / CONFIG_NAME).is_file()]
 
     def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
         """The folder called `name`. If it isn't there, `make(empty_folder)` makes it.
