@@ -159,7 +159,8 @@ def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert missing.fix == f"twinplane model pull {DEFAULT_MODEL}"
     folder = tmp_path / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
     assert states(check_models((DEFAULT_MODEL,))) == [State.OK]
     assert DEFAULT_MODEL in check_cache(tmp_path)[0].detail
     # What can't be pulled by its name is no reason to say so.
