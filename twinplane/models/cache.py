@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from twinplane.models.errors import CacheUnusable
-from twinplane.models.folder import CONFIG_NAME, missing_file
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
@@ -48,13 +47,13 @@ class ModelCache:
     def find(self, name: str) -> Path | None:
         """The complete folder called `name`, or None."""
         folder = self.models / name
-        return folder if missing_file(folder) is None else None
+        return folder if (folder / "config.json").is_file() else None
 
     def folders(self) -> list[Path]:
-        """Every model's folder, by name, be it that some of its files are gone."""
+        """Every complete folder, by name."""
         if not self.models.is_dir():
             return []
-        return [path for path in sorted(self.models.iterdir()) if (path / CONFIG_NAME).is_file()]
+        return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
 
     def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
         """The folder called `name`. If it isn't there, `make(empty_folder)` makes it.
