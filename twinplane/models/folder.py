@@ -159,6 +159,14 @@ def is_folder(path: Path) -> bool:
         raise ModelInvalid(unreadable(path, error)) from error
 
 
+def is_file(path: Path) -> bool:
+    """Whether it is one. Raises ModelInvalid where that can't be seen."""
+    try:
+        return path.is_file()
+    except OSError as error:
+        raise ModelInvalid(unreadable(path, error)) from error
+
+
 def is_there(path: Path) -> bool:
     """Whether there is an entry of that name, be it a link that leads nowhere.
 

@@ -15,6 +15,7 @@ from twinplane.models.errors import ModelInvalid, ModelNotFound
 from twinplane.models.folder import (
     CONFIG_NAME,
     check_readable,
+    is_file,
     is_folder,
     is_there,
     missing_file,
@@ -54,13 +55,13 @@ class ModelStore:
             read_config(path)
             return path
         if is_there(path):
+            if path.suffix == ".gguf" and is_file(path):
+                return self._converted(path.resolve(), progress)
             check_readable(path)
-            if path.suffix != ".gguf":
-                raise ModelInvalid(
-                    f"{path} is neither a model folder nor a .gguf file; give the folder of a "
-                    "model, not a file in it"
-                )
-            return self._converted(path.resolve(), progress)
+            raise ModelInvalid(
+                f"{path} is neither a model folder nor a .gguf file; give the folder of a model, "
+                "not a file in it"
+            )
         if model := find_in_catalogue(name_or_path, self._catalogue):
             found = self._cache.find(model.name)
             if found is not None and missing_file(found) is None:

@@ -153,7 +153,12 @@ def test_a_file_without_permission_says_permission(
         (folder / file).chmod(0o755)
 
 
-def test_a_gguf_file_without_permission_says_permission(tmp_path: Path) -> None:
+def test_a_gguf_file_without_permission_says_permission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o777)
+    monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     file.chmod(0o000)

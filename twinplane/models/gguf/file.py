@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
-from twinplane.models.folder import unreadable
+from twinplane.models.folder import check_readable, unreadable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +32,7 @@ class GgufFile:
                 f"reading GGUF needs the package {error.name}: pip install 'twinplane[worker]'"
             ) from error
         self.path = path
+        check_readable(path)
         try:
             self._reader: GGUFReader = GGUFReader(path)
         except OSError as error:
