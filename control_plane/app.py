@@ -21,7 +21,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.server import ControlServer, inference_service
+from control_plane.rpc.server import MAX_REQUEST_BYTES, ControlServer, inference_service
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
@@ -105,7 +105,12 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         server = ControlServer(
             [inference_service(servicer)],
             readiness,
-            [StatusInterceptor(status_of, telemetry.rpc_finished, lambda: secrets.token_hex(8))],
+            StatusInterceptor(
+                status_of,
+                telemetry.rpc_finished,
+                lambda: secrets.token_hex(8),
+                max_message_bytes=MAX_REQUEST_BYTES,
+            ),
         )
         try:
             address = await server.start(config.host, config.port, _socket_path(config))

@@ -16,8 +16,15 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from twinplane.common.v1.errors_pb2 import ERROR_REASON_INTERNAL, ErrorReason
+from twinplane.common.v1.errors_pb2 import (
+    ERROR_REASON_DEADLINE_PASSED,
+    ERROR_REASON_INTERNAL,
+    ERROR_REASON_MALFORMED_MESSAGE,
+    ERROR_REASON_MESSAGE_TOO_LARGE,
+    ErrorReason,
+)
 from twinplane.errors import Violation
+from twinplane.grpc.messages import MalformedMessage, MessageError, MessageTooLarge
 
 ERROR_DOMAIN = "twinplane"
 
@@ -86,6 +93,30 @@ def internal_status(error_id: str) -> Status:
         reason_name(ERROR_REASON_INTERNAL),
         "internal error",
         metadata={"error_id": error_id},
+    )
+
+
+def message_status(error: MessageError) -> Status:
+    """The status for a message that can't be looked at."""
+    message = str(error)
+    if isinstance(error, MessageTooLarge):
+        reason = reason_name(ERROR_REASON_MESSAGE_TOO_LARGE)
+        return Status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, message, quota="message bytes")
+    path = error.field if isinstance(error, MalformedMessage) else ""
+    return Status(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        reason_name(ERROR_REASON_MALFORMED_MESSAGE),
+        message,
+        violations=(Violation(path, message),),
+    )
+
+
+def deadline_status() -> Status:
+    """The status for a call that comes to its turn too late."""
+    return Status(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        reason_name(ERROR_REASON_DEADLINE_PASSED),
+        "the deadline passed before anything was done",
     )
 
 
