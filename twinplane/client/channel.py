@@ -13,7 +13,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Short, so that a retry finds a restarted server again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
-    # A server that vanished is noticed within 50 seconds, also while a call waits for a first token.
+    # A server that vanished is noticed within 50 seconds, also while a first token is waited for.
     *Keepalive(idle_ms=30_000, answer_ms=20_000).options(),
     ("grpc.http2.max_pings_without_data", 0),
     NO_PROXY,

@@ -13,8 +13,8 @@ import pytest
 from grpc._cython import cygrpc
 
 from control_plane.rpc import worker_client
-from control_plane.rpc.server import CLIENT_CONNECTIONS
 from control_plane.rpc.server import _OPTIONS as CONTROL_OPTIONS
+from control_plane.rpc.server import CLIENT_CONNECTIONS
 from tests.support.black_hole import black_hole
 from tests.support.raw_http2 import ENHANCE_YOUR_CALM, GOAWAY, PING, raw_connection
 from tests.support.small_server import CALM, STREAM, small_server

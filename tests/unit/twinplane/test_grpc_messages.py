@@ -37,8 +37,8 @@ def blamed(raw: bytes, deserializer: object = pb.GenerateRequest.FromString) -> 
     [
         (field(pb.GenerateRequest, "text", BAD_TEXT), "text"),
         (field(pb.GenerateRequest, "request_id", BAD_TEXT), "request_id"),
-        (field(pb.GenerateRequest, "model", b"a") + field(pb.GenerateRequest, "cache_salt", b"\x80"),
-         "cache_salt"),
+        (field(pb.GenerateRequest, "model", b"a")
+         + field(pb.GenerateRequest, "cache_salt", b"\x80"), "cache_salt"),
         (field(pb.GenerateRequest, "stop", field(pb.StopConditions, "strings", b"ok")
                + field(pb.StopConditions, "strings", b"\xc3")), "stop.strings[1]"),
         (field(pb.GenerateRequest, "chat", field(pb.Chat, "messages", b"") * 3
