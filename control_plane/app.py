@@ -19,6 +19,7 @@ from pathlib import Path
 from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
+from control_plane.rpc.door import EngineDoor
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.server import MAX_REQUEST_BYTES, ControlServer, inference_service
@@ -46,6 +47,8 @@ _logger = logging.getLogger(__name__)
 
 # After a drain, calls only have their last messages to send.
 _STOP_GRACE_SECONDS = 2.0
+# Workers have no more, unless they are told to.
+_USUAL_ROWS = 256
 
 
 def run(config: ControlConfig) -> int:
@@ -110,6 +113,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
                 telemetry.rpc_finished,
                 lambda: secrets.token_hex(8),
                 max_message_bytes=MAX_REQUEST_BYTES,
+                door=EngineDoor(fleet),
             ),
         )
         try:
@@ -169,7 +173,9 @@ async def _start_metrics(
 
 def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     """The text side of the model as the settings want it."""
-    limits = TextLimits(thread_count=config.tokenizer_threads)
+    # As many as may run and wait: their texts never refuse whom the queue takes.
+    max_pending = config.max_num_waiting + (config.max_num_seqs or _USUAL_ROWS)
+    limits = TextLimits(thread_count=config.tokenizer_threads, max_pending=max_pending)
     renderer = None
     if model.template is not None:
         if config.trust_message_special_tokens:

@@ -6,6 +6,7 @@ EdgeError
 ├── InvalidRequest       fields break their rules: names each
 ├── UnknownModel         no model of this name is served: lists those that are
 ├── NoModelServed        no worker is attached yet
+├── RequestsTooLarge     requests that are looked at are too large together: try again soon
 ├── RowFailed            the worker could not compute this request's next token
 └── GenerationCancelled  the server ended the request
 
@@ -36,6 +37,7 @@ from twinplane.errors import Violation
 from twinplane.grpc.status import Status, reason_name
 
 _WORKER_RETRY_SECONDS = 1.0
+_TEXT_RETRY_SECONDS = 1.0
 _MAX_QUOTED_CHARACTERS = 128
 
 
@@ -66,6 +68,13 @@ class NoModelServed(EdgeError):
 
     def __init__(self) -> None:
         super().__init__("no model is served yet")
+
+
+class RequestsTooLarge(EdgeError):
+    """The requests whose text waits to become tokens have too many bytes together."""
+
+    def __init__(self, held_bytes: int) -> None:
+        super().__init__(f"requests of {held_bytes} bytes wait to be tokenized")
 
 
 class RowFailed(EdgeError):
@@ -114,6 +123,9 @@ def status_of(error: Exception) -> Status | None:
         case TextBusy(retry_after=seconds):
             quota = "waiting text work"
             return _full(reasons.ERROR_REASON_TEXT_QUEUE_FULL, message, seconds, quota)
+        case RequestsTooLarge():
+            quota = "bytes of waiting requests"
+            return _full(reasons.ERROR_REASON_TEXT_QUEUE_FULL, message, _TEXT_RETRY_SECONDS, quota)
         case NoModelServed() | EngineLost():
             return _unavailable(reasons.ERROR_REASON_NO_WORKER, message)
         case EngineDraining():

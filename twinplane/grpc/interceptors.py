@@ -34,6 +34,9 @@ REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 DEFAULT_MESSAGE_BYTES = 4 * 1024 * 1024
 
+# What the call in whose context this is has to do to leave the door.
+_LEAVE: ContextVar[Callable[[], None]] = ContextVar("leave")
+
 _OUR_METHODS = "/twinplane."
 # A deadline travels as a number of at most a few digits, rounded up: the server's may be later.
 _DEADLINE_ROUNDING = 0.01
@@ -74,7 +77,8 @@ class Door(Protocol):
     def enter(self, method: str, byte_count: int) -> Callable[[], None]:
         """A call's message of so many bytes has come, and was not looked at yet.
 
-        Returns what is called when the call ends. Raises what refuses the call.
+        Returns what is called once: when the servicer lets go of the message (`leave_door`), or
+        when the call ends. Raises what refuses the call.
         """
         ...
 
@@ -163,13 +167,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             door.check(method)
             raw = await self._receiver.receive(context)
             require_time(context)
-            leave = door.enter(method, len(raw))
+            _LEAVE.set(door.enter(method, len(raw)))
             try:
                 call = behaviour(parse(raw, deserializer, self._max_message_bytes), context)
                 del raw
                 return await call
             finally:
-                leave()
+                leave_door()
 
         return received
 
@@ -239,6 +243,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             ),
         )
         return error_id
+
+
+def leave_door() -> None:
+    """For a servicer that holds nothing of its message any more, long before the call ends.
+
+    What comes after this, up to the next await, finds the place that the call had at the door.
+    """
+    leave = _LEAVE.get(_nothing)
+    _LEAVE.set(_nothing)
+    leave()
 
 
 def require_time(context: _Context) -> None:
