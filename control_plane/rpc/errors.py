@@ -149,7 +149,9 @@ def _invalid(reason: reasons.ErrorReason, message: str, *violations: Violation) 
 
 def _full(reason: reasons.ErrorReason, message: str, retry_after: float, quota: str) -> Status:
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    return Status(code, reason_name(reason), message, retry_after=retry_after, quota=quota)
+    # Rounded, so that many answers are alike: they are made once.
+    seconds = round(retry_after, 1)
+    return Status(code, reason_name(reason), message, retry_after=seconds, quota=quota)
 
 
 def _unavailable(reason: reasons.ErrorReason, message: str) -> Status:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import grpc
@@ -122,8 +123,23 @@ def deadline_status() -> Status:
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> NoReturn:
     """Ends the call with the status. Raises what ends a call in grpc.aio."""
-    details = status.to_pb().SerializeToString()
+    if status.violations or status.metadata:
+        details = status.to_pb().SerializeToString()
+    else:
+        details = _plain_details(
+            status.code, status.reason, status.message, status.retry_after, status.quota
+        )
     await context.abort(status.code, status.message, ((_DETAILS_KEY, details),))
+
+
+@lru_cache(maxsize=64)
+def _plain_details(
+    code: grpc.StatusCode, reason: str, message: str, retry_after: float | None, quota: str | None
+) -> bytes:
+    """The details of a status that says nothing of its call: a server that is full gives the same
+    answer thousands of times."""
+    status = Status(code, reason, message, retry_after=retry_after, quota=quota)
+    return status.to_pb().SerializeToString()
 
 
 def read(error: grpc.RpcError) -> Status:
