@@ -194,14 +194,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             code = grpc.StatusCode.OK
             allowed = context.time_remaining()
             try:
-                return await behaviour(request, context)
-            except asyncio.CancelledError:
-                code = _cancellation_code(context, allowed)
-                raise
-            except Exception as error:
-                # The boundary: an error of a servicer ends its call with a status, nothing else.
-                status = self._status(method, error)
-                code = status.code
+                try:
+                    return await behaviour(request, context)
+                except asyncio.CancelledError:
+                    code = _cancellation_code(context, allowed)
+                    raise
+                except Exception as error:
+                    # The boundary: an error of a servicer ends its call with a status, nothing
+                    # else.
+                    status = self._status(method, error)
+                    code = status.code
+                # Not above: what ends the call is kept with it, and would keep the error, its
+                # traceback, and whatever the frames there hold, e.g. the message.
                 await abort(context, status)
             finally:
                 self._on_call(method, code.name)
@@ -213,7 +217,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             try:
                 return await behaviour(request, context)
             except (MessageError, DeadlinePassed) as error:
-                await abort(context, _refusal(error) or deadline_status())
+                status = _refusal(error) or deadline_status()
+            await abort(context, status)
 
         return guarded
 

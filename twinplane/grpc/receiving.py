@@ -34,7 +34,7 @@ class Receiver:
     def __init__(
         self,
         *,
-        per_connection: int = 16,
+        per_connection: int = 8,
         in_all: int = 64,
         patience: float = 30.0,
         contended: float = 1.0,
