@@ -89,9 +89,7 @@ def at(share: float, seconds: Sequence[float]) -> float:
     return statistics.quantiles(seconds, n=100, method="inclusive")[round(100 * share) - 1]
 
 
-async def burst(
-    address: str, requests: int, at_once: int, name: str
-) -> tuple[list[float], float]:
+async def burst(address: str, requests: int, at_once: int, name: str) -> tuple[list[float], float]:
     """Seconds of each refusal, and those of a large request's."""
     async with contextlib.AsyncExitStack() as stack:
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import grpc
 
 from twinplane.grpc.health import ServingState, SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
-from twinplane.grpc.options import Connections, Keepalive, Option
+from twinplane.grpc.options import Connections, Keepalive
 from twinplane.grpc.server import GrpcServer, Service
 
 SERVICE = "twinplane.test.v1.TestService"
@@ -19,8 +19,8 @@ CALM = Connections(Keepalive(60_000, 60_000), peer_ping_ms=60_000)
 
 
 class _Handlers(grpc.GenericRpcHandler):
-    def __init__(self, behaviour: Any) -> None:
-        self._handler = grpc.unary_stream_rpc_method_handler(behaviour)
+    def __init__(self, behaviour: Any, deserializer: Callable[[bytes], Any] | None) -> None:
+        self._handler = grpc.unary_stream_rpc_method_handler(behaviour, deserializer)
 
     def service(self, details: grpc.HandlerCallDetails) -> Any:
         return self._handler if details.method == STREAM else None
@@ -32,16 +32,16 @@ async def small_server(
     connections: Connections = CALM,
     *,
     interceptor: StatusInterceptor | None = None,
-    options: tuple[Option, ...] = (),
+    deserializer: Callable[[bytes], Any] | None = None,
 ) -> AsyncIterator[int]:
-    """Answers STREAM, whose request is one message of bytes, with `behaviour`. Yields the port."""
+    """Answers STREAM, whose request is one message, with `behaviour`. Yields the port."""
     readiness = SettableReadiness()
+    handlers = _Handlers(behaviour, deserializer)
     server = GrpcServer(
-        [Service(SERVICE, lambda it, to: to.add_generic_rpc_handlers((it,)), _Handlers(behaviour))],
+        [Service(SERVICE, lambda it, to: to.add_generic_rpc_handlers((it,)), handlers)],
         readiness,
         interceptor or StatusInterceptor(lambda error: None, lambda *call: None, lambda: "error"),
         connections=connections,
-        options=options,
     )
     address = await server.start("127.0.0.1", 0)
     try:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from twinplane.grpc.messages import MalformedMessage, MessageError, parse
+from twinplane.grpc.messages import MalformedMessage, MessageError, parse, unpacked
 from twinplane.grpc.receiving import Receiver
 from twinplane.grpc.status import (
     Status,
@@ -40,7 +40,7 @@ _LEAVE: ContextVar[Callable[[], None]] = ContextVar("leave")
 _OUR_METHODS = "/twinplane."
 # A deadline travels as a number of at most a few digits, rounded up: the server's may be later.
 _DEADLINE_ROUNDING = 0.01
-_DEADLINE_TRAVEL_SECONDS = 0.02
+_DEADLINE_TRAVEL_SECONDS = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Door(Protocol):
         ...
 
     def enter(self, method: str, byte_count: int) -> Callable[[], None]:
-        """A call's message of so many bytes has come, and was not looked at yet.
+        """A call's message of so many bytes has come, unpacked, and was not looked at yet.
 
         Returns what is called once: when the servicer lets go of the message (`leave_door`), or
         when the call ends. Raises what refuses the call.
@@ -165,11 +165,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> _Behaviour:
         async def received(_: Any, context: _Context) -> Any:
             door.check(method)
-            raw = await self._receiver.receive(context)
+            raw = unpacked(await self._receiver.receive(context), self._max_message_bytes)
             require_time(context)
             _LEAVE.set(door.enter(method, len(raw)))
             try:
-                call = behaviour(parse(raw, deserializer, self._max_message_bytes), context)
+                call = behaviour(parse(raw, deserializer), context)
                 del raw
                 return await call
             finally:
@@ -182,7 +182,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> _Behaviour:
         async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for raw in requests:
-                yield parse(raw, deserializer, self._max_message_bytes)
+                yield parse(unpacked(raw, self._max_message_bytes), deserializer)
 
         async def received(requests: Any, context: _Context) -> Any:
             return await behaviour(parsed(requests), context)
@@ -206,7 +206,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                     code = status.code
                 # Not above: what ends the call is kept with it, and would keep the error, its
                 # traceback, and whatever the frames there hold, e.g. the message.
-                await abort(context, status)
+                return await abort(context, status)
             finally:
                 self._on_call(method, code.name)
 
@@ -218,7 +218,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 return await behaviour(request, context)
             except (MessageError, DeadlinePassed) as error:
                 status = _refusal(error) or deadline_status()
-            await abort(context, status)
+            return await abort(context, status)
 
         return guarded
 

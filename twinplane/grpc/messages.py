@@ -12,8 +12,9 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 
 _GZIP_OR_ZLIB = 32 + zlib.MAX_WBITS
 _MAX_SEARCHED_FIELDS = 1_000
@@ -42,12 +43,11 @@ class MalformedMessage(MessageError):
         self.field = field
 
 
-def parse(raw: bytes, deserializer: Callable[[bytes], Any] | None, max_bytes: int) -> Any:
-    """The message that `raw` holds, which may be compressed. Raises MessageError.
+def parse(raw: bytes, deserializer: Callable[[bytes], Any] | None) -> Any:
+    """The message that `raw` is. Raises MalformedMessage.
 
     Without a deserializer, the bytes themselves are the message.
     """
-    raw = unpacked(raw, max_bytes)
     if deserializer is None:
         return raw
     try:
@@ -104,8 +104,7 @@ def _field_to_blame(raw: bytes, kind: type[Message], depth: int = 0) -> str | No
         try:
             kind.FromString(raw[start:end])
         except DecodeError:
-            descriptor: Descriptor = kind.DESCRIPTOR
-            field = descriptor.fields_by_number.get(number)
+            field = kind.DESCRIPTOR.fields_by_number.get(number)
             if field is None:
                 return None
             path = f"{field.name}[{position}]" if field.is_repeated else field.name
@@ -115,7 +114,8 @@ def _field_to_blame(raw: bytes, kind: type[Message], depth: int = 0) -> str | No
                 and wire_type == _LENGTH_DELIMITED
                 and depth < _MAX_SEARCHED_DEPTH
             ):
-                inner_kind = field.message_type._concrete_class
+                assert field.message_type is not None
+                inner_kind = GetMessageClass(field.message_type)
                 inner = _field_to_blame(raw[content:end], inner_kind, depth + 1)
             return path if inner is None else f"{path}.{inner}"
         start = end

@@ -139,7 +139,8 @@ def _plain_details(
     """The details of a status that says nothing of its call: a server that is full gives the same
     answer thousands of times."""
     status = Status(code, reason, message, retry_after=retry_after, quota=quota)
-    return status.to_pb().SerializeToString()
+    details: bytes = status.to_pb().SerializeToString()
+    return details
 
 
 def read(error: grpc.RpcError) -> Status:

@@ -28,7 +28,7 @@ GENERATE = pb.GenerateRequest(text="hi", request_id="a", stop=pb.StopConditions(
 
 def blamed(raw: bytes, deserializer: object = pb.GenerateRequest.FromString) -> str:
     with pytest.raises(MalformedMessage) as error:
-        parse(raw, deserializer, LIMIT)  # type: ignore[arg-type]
+        parse(raw, deserializer)  # type: ignore[arg-type]
     return error.value.field
 
 
@@ -67,14 +67,14 @@ def test_the_search_for_the_field_is_bounded() -> None:
     assert blamed(fine * 300_000 + b"\x07") == ""
     searched = time.perf_counter() - started
     started = time.perf_counter()
-    parse(fine * 300_000, pb.GenerateRequest.FromString, LIMIT)
+    parse(fine * 300_000, pb.GenerateRequest.FromString)
     assert searched < 20 * (time.perf_counter() - started), "of the order of parsing it"
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])
 def test_what_is_compressed_is_unpacked(compress: object) -> None:
     packed = compress(GENERATE.SerializeToString() * 100)  # type: ignore[operator]
-    merged = parse(packed, pb.GenerateRequest.FromString, LIMIT)
+    merged = parse(unpacked(packed, LIMIT), pb.GenerateRequest.FromString)
     assert (merged.text, len(merged.stop.strings)) == ("hi", 100)
     exact = compress(bytes(LIMIT))  # type: ignore[operator]
     assert len(unpacked(exact, LIMIT)) == LIMIT
@@ -86,7 +86,7 @@ def test_what_unpacks_to_more_than_a_message_is_not_unpacked(compress: object) -
     tracemalloc.start()
     try:
         with pytest.raises(MessageTooLarge, match=str(LIMIT)):
-            parse(packed, pb.GenerateRequest.FromString, LIMIT)
+            parse(unpacked(packed, LIMIT), pb.GenerateRequest.FromString)
         assert tracemalloc.get_traced_memory()[1] < 4 * LIMIT
     finally:
         tracemalloc.stop()
@@ -96,7 +96,7 @@ def test_what_only_begins_like_something_compressed_is_malformed() -> None:
     packed = gzip.compress(GENERATE.SerializeToString())
     for raw in (b"\x1f\x8b", packed[:-9], packed[:5] + b"\xff" + packed[6:-9]):
         with pytest.raises(MessageError):
-            parse(raw, pb.GenerateRequest.FromString, LIMIT)
+            parse(unpacked(raw, LIMIT), pb.GenerateRequest.FromString)
 
 
 def test_no_message_that_a_server_takes_begins_like_something_compressed() -> None:
@@ -109,4 +109,4 @@ def test_no_message_that_a_server_takes_begins_like_something_compressed() -> No
 
 
 def test_without_a_deserializer_the_bytes_are_the_message() -> None:
-    assert parse(b"\x07", None, LIMIT) == b"\x07"
+    assert parse(b"\x07", None) == b"\x07"
