@@ -17,6 +17,7 @@ from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
 from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
+    MAX_REQUEST_ID_CHARACTERS,
     ChatPrompt,
     GenerateCall,
     Prompt,
@@ -95,7 +96,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Hands the request to the engine. Returns its id, the first answer, and its stream."""
         arrival = self._clock()
         request_id = RequestId(request.request_id or self._new_request_id())
-        REQUEST_ID.set(request_id)
+        REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         model = check_model(request.model, self._engine.served_model())
         call = check_generate(request, model)
         del request

@@ -27,6 +27,7 @@ CHARACTERS_PER_TOKEN = 32
 """A text that has more characters than this for each token of the model's length can't fit."""
 
 _MAX_REPORTED = 8
+_MAX_LISTED_BYTES = 16 * 1024
 _MAX_PRIORITY = 100
 _MAX_MESSAGES = 4096
 """Of a chat: looking at each takes about a microsecond of the event loop."""
@@ -34,7 +35,7 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_SALT_BYTES = 128
-_MAX_REQUEST_ID_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,13 @@ class _Checker:
 
     def known_fields(self, message: Message, path: str = "") -> None:
         """Refuses unknown fields: one of a newer contract asks for what we would not do."""
+        size = message.ByteSize()
+        if size > _MAX_LISTED_BYTES:
+            # Listing them takes a microsecond each, and a large message may have a million.
+            message.DiscardUnknownFields()
+            name = path.rstrip(".") or message.DESCRIPTOR.name
+            self.require(message.ByteSize() == size, name, "has fields that are not known here")
+            return
         unknown = UnknownFieldSet(message)
         if len(unknown) > 0:
             number = unknown[0].field_number
@@ -230,10 +238,11 @@ def check_detokenize(
     """The token ids. Raises InvalidRequest."""
     checker = _Checker()
     checker.known_fields(request)
+    checker.require(len(request.token_ids) > 0, "token_ids", "is empty")
+    _within_length(checker, request.token_ids, "token_ids", model)
+    checker.raise_if_any()  # a message may have millions: they are not looked at
     token_ids = tuple(request.token_ids)
-    checker.require(len(token_ids) > 0, "token_ids", "is empty")
     _in_vocabulary(checker, token_ids, "token_ids", model)
-    _within_length(checker, token_ids, "token_ids", model)
     checker.raise_if_any()
     return token_ids
 
@@ -254,8 +263,10 @@ def _token_prompt(
     checker: _Checker, message: types_pb2.TokenIds, model: ServedModel
 ) -> TokenPrompt:
     checker.known_fields(message, "token_ids.")
+    checker.require(len(message.ids) > 0, "token_ids", "is empty")
+    if not _within_length(checker, message.ids, "token_ids", model):
+        return TokenPrompt(array("I"))  # a message may have millions: they are not looked at
     token_ids = array("I", message.ids)
-    checker.require(len(token_ids) > 0, "token_ids", "is empty")
     _in_vocabulary(checker, token_ids, "token_ids", model)
     return TokenPrompt(token_ids)
 
@@ -314,31 +325,32 @@ def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: Serve
                 path,
                 f"has {len(string)} characters, at most {_MAX_STOP_STRING_CHARACTERS} are allowed",
             )
-    checker.require(
-        len(message.token_ids) <= _MAX_STOP_TOKENS,
+    token_ids = message.token_ids[: _MAX_STOP_TOKENS + 1]
+    if checker.require(
+        len(token_ids) <= _MAX_STOP_TOKENS,
         "stop.token_ids",
         f"has {len(message.token_ids)} tokens, at most {_MAX_STOP_TOKENS} are allowed",
-    )
-    _in_vocabulary(checker, message.token_ids, "stop.token_ids", model)
+    ):
+        _in_vocabulary(checker, token_ids, "stop.token_ids", model)
     return Stop(
         max_tokens,
-        tuple(message.strings),
-        frozenset(message.token_ids),
+        tuple(message.strings[: _MAX_STOP_STRINGS + 1]),
+        frozenset(token_ids),
         message.ignore_end_of_sequence,
     )
 
 
 def _request_id(checker: _Checker, request_id: str) -> None:
-    checker.require(
-        len(request_id) <= _MAX_REQUEST_ID_CHARACTERS,
+    if checker.require(
+        len(request_id) <= MAX_REQUEST_ID_CHARACTERS,
         "request_id",
-        f"has {len(request_id)} characters, at most {_MAX_REQUEST_ID_CHARACTERS} are allowed",
-    )
-    checker.require(
-        request_id.isascii() and (request_id.isprintable() or not request_id),
-        "request_id",
-        "has a character that is not printable ASCII",
-    )
+        f"has {len(request_id)} characters, at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
+    ):
+        checker.require(
+            request_id.isascii() and (request_id.isprintable() or not request_id),
+            "request_id",
+            "has a character that is not printable ASCII",
+        )
 
 
 def _in_vocabulary(
@@ -369,8 +381,8 @@ def _known_to_model(
 
 def _within_length(
     checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
-) -> None:
-    checker.require(
+) -> bool:
+    return checker.require(
         len(token_ids) <= model.max_sequence_token_count,
         field,
         f"has {len(token_ids)} tokens; the model's length is {model.max_sequence_token_count}",

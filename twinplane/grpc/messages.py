@@ -115,7 +115,7 @@ def _field_to_blame(raw: bytes, kind: type[Message], depth: int = 0) -> str | No
                 and depth < _MAX_SEARCHED_DEPTH
             ):
                 assert field.message_type is not None
-                inner_kind = GetMessageClass(field.message_type)
+                inner_kind = GetMessageClass(field.message_type)  # type: ignore[arg-type]
                 inner = _field_to_blame(raw[content:end], inner_kind, depth + 1)
             return path if inner is None else f"{path}.{inner}"
         start = end
