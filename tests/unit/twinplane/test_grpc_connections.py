@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,13 +48,32 @@ ALL_OPTIONS: dict[str, tuple[Option, ...]] = {
     "the control plane's channel to a worker": worker_client._CHANNEL_OPTIONS,
     "the client's channel": channel.OPTIONS,
 }
-NAMES = sorted({name for options in ALL_OPTIONS.values() for name, _ in options})
+ROOT = Path(__file__).parents[3]
+OPTION_NAME = re.compile(r'"(grpc\.[a-z0-9_.]+)"')
+
+
+def names_in_the_source() -> list[str]:
+    """Every option's name that is written anywhere in the product."""
+    sources = (
+        path
+        for package in ("twinplane", "control_plane", "worker_service")
+        for path in (ROOT / package).rglob("*.py")
+        if not path.stem.endswith(("_pb2", "_pb2_grpc"))
+    )
+    return sorted({name for path in sources for name in OPTION_NAME.findall(path.read_text())})
+
+
+NAMES = names_in_the_source()
 
 
 @pytest.fixture(scope="module")
 def library() -> bytes:
     """The library that is in use, with the names of all options that it reads."""
     return Path(cygrpc.__file__).read_bytes()
+
+
+def test_the_source_was_searched_for_names() -> None:
+    assert set(NAMES) >= {name for options in ALL_OPTIONS.values() for name, _ in options}
 
 
 @pytest.mark.parametrize("name", NAMES)

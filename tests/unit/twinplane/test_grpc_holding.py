@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.rig import until
 from tests.support.raw_http2 import raw_connection
 from tests.support.small_server import STREAM, small_server
-from twinplane.grpc.interceptors import StatusInterceptor
+from twinplane.grpc.interceptors import DeadlinePassed, StatusInterceptor, require_time
 from twinplane.grpc.receiving import Receiver
 from twinplane.grpc.status import Status, read
 
@@ -229,3 +229,29 @@ async def test_a_cancel_long_before_the_deadline_is_a_cancel() -> None:
         call.cancel()
         await calls.counted()
     assert calls.codes == ["CANCELLED"]
+
+
+async def test_what_comes_after_its_deadline_is_not_done() -> None:
+    done: list[bytes] = []
+
+    async def behaviour(message: Message, context: Any) -> None:
+        done.append(message.raw)
+
+    async with served(behaviour) as (calls, port, method), raw_connection(port) as raw:
+        stream = await raw.open_call(STREAM, ("grpc-timeout", "100m"))
+        await calls.counted()
+        await raw.message(stream, b"late")
+        await method(b"in time", timeout=PATIENCE).read()
+        await calls.counted(2)
+    assert calls.codes == ["DEADLINE_EXCEEDED", "OK"]
+    assert done == [b"in time"]
+
+
+@pytest.mark.parametrize(("remaining", "passed"), [(0.0, True), (0.001, False), (None, False)])
+def test_a_servicer_asks_whether_there_is_time_left(remaining: float | None, passed: bool) -> None:
+    class Context:
+        def time_remaining(self) -> float | None:
+            return remaining
+
+    with pytest.raises(DeadlinePassed) if passed else nullcontext():
+        require_time(Context())  # type: ignore[arg-type]
