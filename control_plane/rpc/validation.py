@@ -1,6 +1,6 @@
 """Checks request messages against every rule of inference.proto, and turns them into values.
 
-A refusal reports the first eight broken rules of the message together, each with its field's path.
+A refusal reports broken rules together, see checker.py, each with its field's path.
 `check_prompt` and `check_stop_strings` check what depends on the model's tokenizer.
 """
 
@@ -12,22 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from control_plane.core.request import SamplingParams
-from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
+from control_plane.rpc.checker import Checker
+from control_plane.rpc.errors import NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
 from twinplane.bounds import SAMPLING_RANGES
 from twinplane.common.v1 import types_pb2
-from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
 
 CHARACTERS_PER_TOKEN = 32
 """A text that has more characters than this for each token of the model's length can't fit."""
 
-_MAX_REPORTED = 8
-_MAX_LISTED_BYTES = 16 * 1024
 _MAX_PRIORITY = 100
 _MAX_MESSAGES = 4096
 """Of a chat: looking at each takes about a microsecond of the event loop."""
@@ -95,36 +92,6 @@ class TokenizeCall:
     add_special_tokens: bool
 
 
-class _Checker:
-    """Collects broken rules."""
-
-    def __init__(self) -> None:
-        self._violations: list[Violation] = []
-
-    def require(self, holds: bool, field: str, rule: str) -> bool:
-        if not holds:
-            self._violations.append(Violation(field, rule))
-        return holds
-
-    def known_fields(self, message: Message, path: str = "") -> None:
-        """Refuses unknown fields: one of a newer contract asks for what we would not do."""
-        size = message.ByteSize()
-        if size > _MAX_LISTED_BYTES:
-            # Listing them takes a microsecond each, and a large message may have a million.
-            message.DiscardUnknownFields()
-            name = path.rstrip(".") or message.DESCRIPTOR.name
-            self.require(message.ByteSize() == size, name, "has fields that are not known here")
-            return
-        unknown = UnknownFieldSet(message)
-        if len(unknown) > 0:
-            number = unknown[0].field_number
-            self.require(False, f"{path}{number}", "no field of this number is known here")
-
-    def raise_if_any(self) -> None:
-        if self._violations:
-            raise InvalidRequest(self._violations[:_MAX_REPORTED])
-
-
 def check_model(name: str, served: ServedModel | None) -> ServedModel:
     """The model a request names; empty means the only one. Raises UnknownModel, NoModelServed."""
     if served is None:
@@ -136,7 +103,8 @@ def check_model(name: str, served: ServedModel | None) -> ServedModel:
 
 def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -> GenerateCall:
     """Checks all but what needs the prompt's token count. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
+    _few_messages(checker, request.chat)
     checker.known_fields(request)
     prompt: Prompt | None = None
     match request.WhichOneof("prompt"):
@@ -171,7 +139,7 @@ def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -
 
 def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: ServedModel) -> int:
     """Returns the most tokens to generate after a prompt of these tokens. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     token_count = len(token_ids)
     _known_to_model(checker, prompt, token_ids, model)
     room = model.max_sequence_token_count - token_count
@@ -195,14 +163,14 @@ def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: Se
 
 def check_tokens(prompt: Prompt, token_ids: Sequence[int], model: ServedModel) -> None:
     """Checks that the model can take what the tokenizer has made. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     _known_to_model(checker, prompt, token_ids, model)
     checker.raise_if_any()
 
 
 def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
     """Refuses those that could never be found. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     for index, string in enumerate(stop.strings):
         checker.require(
             can_write(string), f"stop.strings[{index}]", "no tokens of the model give this text"
@@ -212,7 +180,8 @@ def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
     """Checks what is to be tokenized. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
+    _few_messages(checker, request.chat)
     checker.known_fields(request)
     prompt: TextPrompt | ChatPrompt | None = None
     match request.WhichOneof("input"):
@@ -236,7 +205,7 @@ def check_detokenize(
     request: inference_pb2.DetokenizeRequest, model: ServedModel
 ) -> tuple[int, ...]:
     """The token ids. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     checker.known_fields(request)
     checker.require(len(request.token_ids) > 0, "token_ids", "is empty")
     _within_length(checker, request.token_ids, "token_ids", model)
@@ -249,19 +218,17 @@ def check_detokenize(
 
 def check_empty(request: Message) -> None:
     """Checks a request that has no fields. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     checker.known_fields(request)
     checker.raise_if_any()
 
 
-def _text(checker: _Checker, text: str, model: ServedModel) -> TextPrompt:
+def _text(checker: Checker, text: str, model: ServedModel) -> TextPrompt:
     _text_length(checker, len(text), "text", model)
     return TextPrompt(text)
 
 
-def _token_prompt(
-    checker: _Checker, message: types_pb2.TokenIds, model: ServedModel
-) -> TokenPrompt:
+def _token_prompt(checker: Checker, message: types_pb2.TokenIds, model: ServedModel) -> TokenPrompt:
     checker.known_fields(message, "token_ids.")
     checker.require(len(message.ids) > 0, "token_ids", "is empty")
     if not _within_length(checker, message.ids, "token_ids", model):
@@ -271,16 +238,20 @@ def _token_prompt(
     return TokenPrompt(token_ids)
 
 
-def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
-    checker.known_fields(chat, "chat.")
+def _few_messages(checker: Checker, chat: inference_pb2.Chat) -> None:
+    """Raises InvalidRequest at once for a chat of more messages than are looked at."""
     count = len(chat.messages)
-    checker.require(count > 0, "chat.messages", "is empty")
-    if not checker.require(
+    checker.require(
         count <= _MAX_MESSAGES,
         "chat.messages",
         f"has {count} messages, at most {_MAX_MESSAGES} are allowed",
-    ):
-        return ChatPrompt(())
+    )
+    checker.raise_if_any()
+
+
+def _chat(checker: Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
+    checker.known_fields(chat, "chat.")
+    checker.require(len(chat.messages) > 0, "chat.messages", "is empty")
     turns = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
     known = inference_pb2.Chat()
     known.CopyFrom(chat)
@@ -296,7 +267,7 @@ def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> Ch
     return ChatPrompt(turns)
 
 
-def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
+def _sampling(checker: Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
     checker.known_fields(message, "sampling.")
     given = {field.name: value for field, value in message.ListFields()}
     for name, value in given.items():
@@ -308,7 +279,7 @@ def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> Sampl
     return SamplingParams(**given)
 
 
-def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
+def _stop(checker: Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
     checker.known_fields(message, "stop.")
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     checker.require(max_tokens != 0, "stop.max_tokens", "0 is less than 1")
@@ -340,7 +311,7 @@ def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: Serve
     )
 
 
-def _request_id(checker: _Checker, request_id: str) -> None:
+def _request_id(checker: Checker, request_id: str) -> None:
     if checker.require(
         len(request_id) <= MAX_REQUEST_ID_CHARACTERS,
         "request_id",
@@ -354,7 +325,7 @@ def _request_id(checker: _Checker, request_id: str) -> None:
 
 
 def _in_vocabulary(
-    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
 ) -> None:
     largest = max(token_ids, default=0)
     checker.require(
@@ -365,7 +336,7 @@ def _in_vocabulary(
 
 
 def _known_to_model(
-    checker: _Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
+    checker: Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
 ) -> None:
     """The tokenizer may have tokens that were never trained: the model has no embedding of them."""
     if isinstance(prompt, TokenPrompt):
@@ -380,7 +351,7 @@ def _known_to_model(
 
 
 def _within_length(
-    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
 ) -> bool:
     return checker.require(
         len(token_ids) <= model.max_sequence_token_count,
@@ -389,7 +360,7 @@ def _within_length(
     )
 
 
-def _text_length(checker: _Checker, length: int, field: str, model: ServedModel) -> None:
+def _text_length(checker: Checker, length: int, field: str, model: ServedModel) -> None:
     limit = CHARACTERS_PER_TOKEN * model.max_sequence_token_count
     checker.require(
         length <= limit,

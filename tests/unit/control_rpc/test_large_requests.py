@@ -66,6 +66,14 @@ LARGE: dict[str, tuple[type[Message], bytes]] = {
     "a request id of other characters": generate("request_id", "é".encode() * (SIZE // 2)),
     "a model's name": generate("model", b"a" * SIZE),
     "a cache salt": generate("cache_salt", b"a" * SIZE),
+    "messages": generate("chat", field(pb.Chat, "messages", b"") * (SIZE // 2)),
+    "unknown fields of messages": generate(
+        "chat", field(pb.Chat, "messages", b"\x0a\x01u\xa0\x3f\x01") * 400_000
+    ),
+    "messages to tokenize": (
+        pb.TokenizeRequest,
+        field(pb.TokenizeRequest, "chat", field(pb.Chat, "messages", b"\x0a\x01u") * 800_000),
+    ),
     "a text to tokenize": (pb.TokenizeRequest, field(pb.TokenizeRequest, "text", b"a" * SIZE * 2)),
 }
 CHECKS: dict[type[Message], Callable[[object, ServedModel], object]] = {
