@@ -12,7 +12,6 @@ import socket
 import time
 import uuid
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -53,7 +52,7 @@ def run(config: ControlConfig) -> int:
     configure(config.log_level, LogFormat(config.log_format))
     try:
         folder = resolve(config.model)
-        text_model = load_text_model(folder)
+        text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
@@ -92,7 +91,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             on_readiness=on_readiness,
             served_model_name=model_name,
         )
-        text = text_processor(config, text_model)
+        text = _text_processor(config, text_model)
         stack.callback(text.close)
         text.prepare_chat()
         servicer = InferenceServicer(
@@ -162,14 +161,10 @@ async def _start_metrics(
     return port
 
 
-def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
-    """The text side of the model as the settings want it."""
+def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     limits = TextLimits(thread_count=config.tokenizer_threads)
     renderer = None
     if model.template is not None:
-        if config.trust_message_special_tokens:
-            model = replace(model, template=replace(model.template, added_tokens=()))
-        assert model.template is not None
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
     return TextProcessor(model, limits, renderer)
 
