@@ -12,7 +12,6 @@ import socket
 import time
 import uuid
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -56,7 +55,7 @@ def run(config: ControlConfig) -> int:
     configure(config.log_level, LogFormat(config.log_format))
     try:
         folder = resolve(config.model)
-        text_model = load_text_model(folder)
+        text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
@@ -178,9 +177,6 @@ def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     limits = TextLimits(thread_count=config.tokenizer_threads, max_pending=max_pending)
     renderer = None
     if model.template is not None:
-        if config.trust_message_special_tokens:
-            model = replace(model, template=replace(model.template, added_tokens=()))
-        assert model.template is not None
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
     return TextProcessor(model, limits, renderer)
 
