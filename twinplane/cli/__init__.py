@@ -16,6 +16,7 @@ from twinplane import __version__
 from twinplane.cli.failures import one_line
 from twinplane.errors import TwinplaneError
 from twinplane.models.errors import ModelError
+from twinplane.paths import NoHomeFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ def _run(command: _Command, arguments: list[str]) -> int:
         code: int = import_module(command.module).main(arguments)
         sys.stdout.flush()
         return code
-    except (TwinplaneError, ModelError) as error:
+    except (TwinplaneError, ModelError, NoHomeFolder) as error:
         print(f"twinplane {command.name}: {one_line(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

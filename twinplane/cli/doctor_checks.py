@@ -258,9 +258,11 @@ def _folder_of(name: str) -> Path | None:
 
 
 def _check_model(name: str) -> Finding:
-    path = Path(name).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return Finding(State.OK, "model", f"{path}: a GGUF file, converted on first use")
+    try:
+        if (path := Path(name)).suffix == ".gguf" and path.is_file():
+            return Finding(State.OK, "model", f"{path}: a GGUF file, converted on first use")
+    except OSError as error:  # no permission to look
+        return Finding(State.FAIL, "model", f"{path}: {error.strerror}", "another --model")
     try:
         return Finding(State.OK, "model", f"{name}: {models.resolve(name)}")
     except models.ModelNotFound as error:

@@ -32,6 +32,7 @@ from twinplane.client.values import (
 from twinplane.errors import Cancelled
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
+from twinplane.paths import expand_address
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -69,7 +70,7 @@ class AsyncClient:
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter or random.Random().random
-        self._address = address
+        self._address = expand_address(address)
         self._credentials = credentials
         self._channel: grpc.aio.Channel | None = None
         self._generations: weakref.WeakSet[AsyncGeneration] = weakref.WeakSet()

@@ -28,6 +28,7 @@ from twinplane.client.values import (
 )
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
+from twinplane.paths import expand_address
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -45,7 +46,8 @@ class Client:
             for delta in client.generate("Once upon a time", max_tokens=32):
                 print(delta.text, end="", flush=True)
 
-    `address` is host:port, unix:/path, or any gRPC target. Without `credentials` the connection is
+    `address` is host:port, unix:/path, or any gRPC target; `unix:~/path` is below the home folder
+    (NoHomeFolder, a ValueError, where there is none). Without `credentials` the connection is
     plain, which is meant for loopback. `timeout` in seconds holds for every call that names none.
     Every method raises subclasses of TwinplaneError. `clock`, `sleep` and `jitter` are for tests.
     """
@@ -66,6 +68,7 @@ class Client:
         self._clock = clock
         self._sleep = sleep
         self._jitter = jitter or random.Random().random
+        address = expand_address(address)
         self._channel = (
             grpc.insecure_channel(address, OPTIONS)
             if credentials is None

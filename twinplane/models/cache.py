@@ -19,25 +19,49 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from twinplane.models.errors import CacheUnusable
+from twinplane.paths import NoHomeFolder, expand, home_folder
 
 
 def cache_root(environ: Mapping[str, str] = os.environ) -> Path:
     """$TWINPLANE_HOME, else $XDG_CACHE_HOME/twinplane, else ~/.cache/twinplane.
 
-    Models and compiled kernels have their folders in it.
+    Models and compiled kernels have their folders in it. Raises CacheUnusable where the user has no
+    home folder and neither variable is set.
     """
-    if home := environ.get("TWINPLANE_HOME"):
-        return Path(home).expanduser()
-    if xdg := environ.get("XDG_CACHE_HOME"):
-        return Path(xdg).expanduser() / "twinplane"
-    return Path.home() / ".cache" / "twinplane"
+    try:
+        if home := environ.get("TWINPLANE_HOME"):
+            return Path(expand(home))
+        xdg = expand(environ.get("XDG_CACHE_HOME", ""))
+    except NoHomeFolder as error:
+        raise CacheUnusable(f"the cache's folder is not known: {error}") from error
+    # The XDG specification: a relative path is to be ignored.
+    if xdg.startswith("/"):
+        return Path(xdg) / "twinplane"
+    user_home = home_folder()
+    if user_home is None:
+        raise CacheUnusable(
+            f"user {os.getuid()} has no home folder for the cache: "
+            "set TWINPLANE_HOME to a folder that it can write to"
+        )
+    return user_home / ".cache" / "twinplane"
 
 
 class ModelCache:
-    """Complete model folders by name. Safe for several processes at once."""
+    """Complete model folders by name. Safe for several processes at once.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    `root` may be a function, which is called when the cache is first needed: a model that is a
+    folder is served without a cache, whether or not there can be one.
+    """
+
+    def __init__(self, root: Path | Callable[[], Path]) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> Path:
+        """The folder of the cache. Raises CacheUnusable where none can be named."""
+        if not isinstance(self._root, Path):
+            self._root = self._root()
+        return self._root
 
     @property
     def models(self) -> Path:
@@ -45,15 +69,17 @@ class ModelCache:
         return self.root / "models"
 
     def find(self, name: str) -> Path | None:
-        """The complete folder called `name`, or None."""
+        """The complete folder called `name`, or None. Raises CacheUnusable."""
         folder = self.models / name
-        return folder if (folder / "config.json").is_file() else None
+        with self._readable():
+            return folder if (folder / "config.json").is_file() else None
 
     def folders(self) -> list[Path]:
-        """Every complete folder, by name."""
-        if not self.models.is_dir():
-            return []
-        return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
+        """Every complete folder, by name. Raises CacheUnusable."""
+        with self._readable():
+            if not self.models.is_dir():
+                return []
+            return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
 
     def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
         """The folder called `name`. If it isn't there, `make(empty_folder)` makes it.
@@ -87,6 +113,17 @@ class ModelCache:
             finally:
                 shutil.rmtree(staging, ignore_errors=True)
             return final
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or self.root
+            raise CacheUnusable(
+                f"can't read the cache {self.root}: {error.strerror} ({where}); "
+                "TWINPLANE_HOME names another place"
+            ) from error
 
     @contextmanager
     def _locked(self, name: str) -> Iterator[None]:

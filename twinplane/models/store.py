@@ -26,6 +26,7 @@ from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
 from twinplane.models.hub import find_snapshot, is_hub_id, pull_snapshot
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel
+from twinplane.paths import NoHomeFolder, expand
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,10 @@ class ModelStore:
 
     def resolve(self, name_or_path: str, progress: Progress) -> Path:
         """See `twinplane.models.resolve`."""
-        path = Path(name_or_path).expanduser()
+        try:
+            path = Path(expand(name_or_path))
+        except NoHomeFolder as error:
+            raise ModelNotFound(f"no model {name_or_path!r}: {error}") from error
         if is_folder(path):
             read_config(path)
             return path

@@ -23,6 +23,7 @@ class ControlConfig:
         DEFAULT_MODEL,
         "name in the model cache, or folder with tokenizer.json",
         group=_MODEL,
+        path=True,
     )
     served_model_name: str | None = option(
         None, "name that clients use; default: the model's", group=_MODEL
@@ -39,14 +40,16 @@ class ControlConfig:
     host: str = option("127.0.0.1", "address to listen on", group=_LISTEN)
     port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN)
     uds: str | None = option(
-        None, "Unix socket to listen on instead of host and port", group=_LISTEN
+        None, "Unix socket to listen on instead of host and port", group=_LISTEN, path=True
     )
     metrics_host: str = option("127.0.0.1", "address of the metrics endpoint", group=_LISTEN)
     metrics_port: int | None = option(
         9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN
     )
 
-    worker: str = option("127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER)
+    worker: str = option(
+        "127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER, path=True
+    )
     worker_loss_patience: float = option(
         60.0, "seconds a lost worker is waited for before requests fail", group=_WORKER
     )

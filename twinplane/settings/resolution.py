@@ -20,6 +20,9 @@ from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from twinplane.paths import NoHomeFolder, expand, expand_address
+from twinplane.settings.service_links import is_service_link
+
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
@@ -36,9 +39,20 @@ class SettingsError(ValueError):
     """A setting can't be used; the message names where it came from and which it is."""
 
 
-def option(default: Any, help: str, *, group: str, choices: tuple[str, ...] = ()) -> Any:  # noqa: A002
-    """A setting: its default, one line of help, the group it is listed under, allowed values."""
-    return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+def option(
+    default: Any,
+    help: str,  # noqa: A002
+    *,
+    group: str,
+    choices: tuple[str, ...] = (),
+    path: bool = False,
+) -> Any:
+    """A setting: its default, one line of help, the group it is listed under, allowed values.
+
+    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder.
+    """
+    metadata = {"help": help, "group": group, "choices": choices, "path": path}
+    return field(default=default, metadata=metadata)
 
 
 def setting_names(cls: type[DataclassInstance]) -> frozenset[str]:
@@ -129,9 +143,14 @@ def to_arguments(cls: type[DataclassInstance], namespace: argparse.Namespace) ->
 
 
 def config_file(namespace: argparse.Namespace, environ: Mapping[str, str]) -> Path | None:
-    """The settings file that was named by --config or TWINPLANE_CONFIG."""
-    given = getattr(namespace, "config", None) or environ.get("TWINPLANE_CONFIG")
-    return Path(given).expanduser() if given else None
+    """The settings file that was named by --config or TWINPLANE_CONFIG. Raises SettingsError."""
+    flag_value = getattr(namespace, "config", None)
+    given = flag_value or environ.get("TWINPLANE_CONFIG")
+    try:
+        return Path(expand(str(given))) if given else None
+    except NoHomeFolder as error:
+        source = "--config" if flag_value else "TWINPLANE_CONFIG"
+        raise SettingsError(f"{source}: {error}") from error
 
 
 def from_command_line(
@@ -181,7 +200,8 @@ def resolve(
 
     `table` is the plane's table in the file. `known` holds, by table, every name that exists (see
     `twinplane.settings.known`): another name in the file or in a TWINPLANE_ variable is an error,
-    a name of the other plane is not. Raises SettingsError.
+    a name of the other plane is not, and neither is a service link of Kubernetes. Raises
+    SettingsError.
     """
     assert table in known
     # The class is authoritative for its own plane.
@@ -212,15 +232,19 @@ def _find(
 ) -> _Given | None:
     if hasattr(namespace, name):
         return _Given(getattr(namespace, name), flag(name))
-    if variable(name) in environ:
-        return _Given(environ[variable(name)], variable(name))
+    given = environ.get(variable(name))
+    # TWINPLANE_PORT is also what Kubernetes sets for a service called twinplane.
+    if given is not None and not is_service_link(variable(name), given):
+        return _Given(given, variable(name))
     return in_file.get(name)
 
 
 def _check_environment(environ: Mapping[str, str], names: Collection[str]) -> None:
     known = {variable(name) for name in names} | _OTHER_VARIABLES
     for name in sorted(environ):
-        if name.startswith(_PREFIX) and name not in known:
+        if not name.startswith(_PREFIX) or name in known:
+            continue
+        if not is_service_link(name, environ[name]):
             raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")
 
 
@@ -279,6 +303,8 @@ def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
         return None
     try:
         value = _parse_as(kind, given.value, sized=setting.name.endswith("_bytes"))
+        if setting.metadata.get("path") and isinstance(value, str):
+            value = expand(expand_address(value))
     except ValueError as error:
         raise SettingsError(f"{given.source}: {given.value!r} {error}") from error
     choices: Sequence[str] = setting.metadata.get("choices", ())
@@ -295,7 +321,7 @@ def _parse_as(kind: Any, value: object, *, sized: bool) -> object:
     if kind is str and isinstance(value, str):
         return value
     if kind is Path and isinstance(value, str) and value:
-        return Path(value).expanduser()
+        return Path(expand(value))
     if kind is int:
         if isinstance(value, int) and not isinstance(value, bool):
             return value

@@ -23,7 +23,7 @@ class WorkerConfig:
     """Settings of one worker process. None means: chosen at start, by what is found there."""
 
     model: str = option(
-        DEFAULT_MODEL, "model folder, .gguf file, catalogue name or hub id", group=_MODEL
+        DEFAULT_MODEL, "model folder, .gguf file, catalogue name or hub id", group=_MODEL, path=True
     )
     served_model_name: str | None = option(
         None, "name told to controllers (default: the model as given)", group=_MODEL
@@ -84,7 +84,7 @@ class WorkerConfig:
 
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
     port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)
-    uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER)
+    uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER, path=True)
     worker_id: str | None = option(
         None, "stable name of this worker (default: host name and address)", group=_SERVER
     )
