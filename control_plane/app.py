@@ -38,7 +38,7 @@ from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
 from twinplane.process.event_loop import new_event_loop
-from twinplane.process.logs import LogFormat, configure, fields
+from twinplane.process.logs import LogFormat, configure, dropped_record_count, fields
 from twinplane.process.stop_signals import StopSignals
 from twinplane.settings.control import ControlConfig
 
@@ -73,7 +73,7 @@ def served_name(model: str) -> str:
 
 
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
-    telemetry = Telemetry(__version__)
+    telemetry = Telemetry(__version__, dropped_log_records=dropped_record_count)
     readiness = SettableReadiness()
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     vocabulary = VocabularyCheck(text_model.tokenizer.token_count)

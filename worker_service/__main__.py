@@ -9,8 +9,17 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
-    # gRPC reads this once, when it is imported. Nothing here forks.
+    from twinplane.process.standard_streams import (
+        prepare_standard_streams,
+        raise_open_file_limit,
+    )
+
+    prepare_standard_streams()
+    raise_open_file_limit()
+    # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
+    # stderr by itself is logged where it is noticed.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from twinplane.process.exit import exit_at_once
     from twinplane.process.logs import LogFormat, configure
     from twinplane.settings.known import known_settings

@@ -96,8 +96,9 @@ class ReplicaTelemetry:
 class Telemetry(Collector):
     """The numbers, and how they read as metrics."""
 
-    def __init__(self, version: str) -> None:
+    def __init__(self, version: str, *, dropped_log_records: Callable[[], int] = lambda: 0) -> None:
         self._version = version
+        self._dropped_log_records = dropped_log_records
         self.replicas: dict[str, ReplicaTelemetry] = {}
         self._rpcs: Counter[tuple[str, str]] = Counter()
         self._first_token = Histogram(_FIRST_TOKEN_SECONDS)
@@ -144,6 +145,11 @@ class Telemetry(Collector):
         build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
+        dropped = CounterMetricFamily(
+            "twinplane_log_records_dropped", "Log records that could not be written."
+        )
+        dropped.add_metric((), self._dropped_log_records())
+        yield dropped
         yield from _collect_workers(self.replicas)
         rpcs = CounterMetricFamily(
             "twinplane_rpcs", "RPCs by method and status code.", labels=("method", "code")

@@ -17,6 +17,7 @@ from twinplane.cli.failures import one_line
 from twinplane.errors import TwinplaneError
 from twinplane.models.errors import ModelError
 from twinplane.paths import NoHomeFolder
+from twinplane.process.standard_streams import prepare_standard_streams
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ _GROUPS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns the exit code: 0 done, 1 failed, 2 wrong usage, 130 Ctrl-C."""
+    prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help())
@@ -80,10 +82,21 @@ def _run(command: _Command, arguments: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of our output is gone. The interpreter's last flush must not fail as well.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output is gone
+        _discard_output()
         return 1
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        reason = f"{error.strerror or error}{where}"
+        _discard_output()
+        print(f"twinplane {command.name}: {reason}", file=sys.stderr)
+        return 1
+
+
+def _discard_output() -> None:
+    """Sends what is still in the output's buffer nowhere: the interpreter's last flush must not
+    fail as well."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _find(name: str) -> _Command | None:

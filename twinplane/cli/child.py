@@ -11,6 +11,7 @@ from twinplane.cli.terminal import Terminal
 
 _CHUNK_BYTES = 1 << 16
 _LAST_LOG_LINES_SECONDS = 1.0
+_LAGGING_READER_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +96,17 @@ class Child:
         return f"the {self.plane.name} ended with exit code {code}"
 
     async def _forward_log(self) -> None:
-        """Prints the log line by line. A line longer than a chunk is cut."""
+        """Prints the log line by line. A line longer than a chunk is cut.
+
+        While the terminal's reader lags, the log stays in its pipe: the plane then drops lines
+        itself, and counts them where its metrics and its log say so.
+        """
         stream = self._process.stderr
         assert stream is not None
         rest = b""
         while chunk := await stream.read(_CHUNK_BYTES):
+            while not self._terminal.keeps_up():  # noqa: ASYNC110
+                await asyncio.sleep(_LAGGING_READER_SECONDS)
             *lines, rest = (rest + chunk).split(b"\n")
             if len(rest) > _CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""

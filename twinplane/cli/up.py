@@ -19,7 +19,7 @@ from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.supervisor import Supervisor
-from twinplane.cli.terminal import Terminal
+from twinplane.cli.terminal import Terminal, standard_terminal
 from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
@@ -43,13 +43,13 @@ def main(argv: Sequence[str]) -> int:
     planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
     quiet_grpc()
-    terminal = Terminal("twinplane up", sys.stdout, sys.stderr)
-    try:
-        with tempfile.TemporaryDirectory(prefix="twinplane-") as folder:  # 0700
-            return _up(namespace, os.environ, Path(folder) / "worker.sock", terminal)
-    except (SettingsError, models.ModelError) as error:
-        terminal.error(str(error))
-        return 2
+    with standard_terminal("twinplane up") as terminal:
+        try:
+            with tempfile.TemporaryDirectory(prefix="twinplane-") as folder:  # 0700
+                return _up(namespace, os.environ, Path(folder) / "worker.sock", terminal)
+        except (SettingsError, models.ModelError) as error:
+            terminal.error(str(error))
+            return 2
 
 
 def _up(

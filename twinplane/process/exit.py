@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from typing import NoReturn
@@ -17,4 +18,5 @@ def exit_at_once(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
+    logging.shutdown()
     os._exit(code)

@@ -1,0 +1,40 @@
+"""Standard input, output and error, as a command can rely on them."""
+
+from __future__ import annotations
+
+import io
+import os
+import resource
+import sys
+
+_STANDARD = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
+
+
+def prepare_standard_streams() -> None:
+    """Opens the null device for each that is closed, and lets output hold any character.
+
+    Without that the next file or socket would take a closed one's number, and get what native code
+    writes to it. A character that the locale's encoding lacks becomes a question mark. Call it
+    before anything else is opened.
+    """
+    for descriptor, name, mode in _STANDARD:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            if opened != descriptor:
+                os.dup2(opened, descriptor)
+                os.close(opened)
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            stream = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
+            setattr(sys, name, stream)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
+def raise_open_file_limit() -> None:
+    """Lets this process open as many files and connections as the system allows it to."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
