@@ -56,20 +56,20 @@ def processes(way: str, folder: Path, model: Path, flags: tuple[str, ...]) -> li
 def serving(way: str, model: Path, stderr: int) -> Iterator[Server]:
     port, metrics_port = free_port(), free_port()
     flags = (f"--port={port}", f"--metrics-port={metrics_port}")
-    running = []
+    running: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="tp") as folder:
         try:
-            for arguments in processes(way, Path(folder), model, flags):
-                running.append(
-                    subprocess.Popen(
-                        [sys.executable, "-c", _CLI, *arguments],
-                        stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                        stderr=stderr,
-                        cwd=ROOT,
-                        env=plane_environment(TMPDIR=folder),
-                    )
+            running += [
+                subprocess.Popen(
+                    [sys.executable, "-c", _CLI, *arguments],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=stderr,
+                    cwd=ROOT,
+                    env=plane_environment(TMPDIR=folder),
                 )
+                for arguments in processes(way, Path(folder), model, flags)
+            ]
             address = f"127.0.0.1:{port}"
             while not is_serving(address):
                 assert all(process.poll() is None for process in running)
