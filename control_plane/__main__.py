@@ -20,6 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # stderr by itself is logged where it is noticed.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    # Texts are tokenized one by one, on threads of our own (--tokenizer-threads).
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from control_plane.app import run
     from twinplane.settings.control import ControlConfig
     from twinplane.settings.known import known_settings

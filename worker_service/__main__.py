@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
     from twinplane.settings.worker import WorkerConfig
-    from worker_service import app
+    from worker_service.threads import library_thread_variables, resolve_threads
 
     config = from_command_line(
         WorkerConfig,
@@ -37,6 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         known=known_settings(),
     )
     configure(config.log_level, LogFormat(config.log_format))
+    for name, value in library_thread_variables(resolve_threads(config.threads)).items():
+        os.environ.setdefault(name, value)
+    from worker_service import app
+
     try:
         return app.run(config)
     except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain

@@ -15,7 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from worker_service.kernels.cpu.compiler import KernelsUnavailable, find_toolchain
+from worker_service.kernels.cpu.compiler import (
+    KernelsUnavailable,
+    default_cache,
+    ensure_library,
+    find_toolchain,
+)
 from worker_service.load_errors import LoadError
 from worker_service.threads import resolve_threads
 
@@ -82,12 +87,12 @@ def probe(
 ) -> Report:
     """Looks at the threads, the compiler, torch and its devices, the model and each executor."""
     threads = resolve_threads(threads_setting)
+    found = _probe_torch(threads.count, model_folder)
     compiler, compiler_error = "", ""
     try:
-        compiler = find_toolchain(environment).version
+        compiler = _compiler(environment, build=not found.error)
     except KernelsUnavailable as unavailable:
         compiler_error = str(unavailable)
-    found = _probe_torch(threads.count, model_folder)
     return Report(
         threads=threads.count,
         threads_source=threads.source,
@@ -100,6 +105,20 @@ def probe(
         model=found.model,
         model_error=found.model_error,
     )
+
+
+def _compiler(environment: Mapping[str, str], *, build: bool) -> str:
+    """What the compiler says of itself, if it can build the kernels or they are there already.
+
+    A worker's own build answers that; without torch there is none. Raises KernelsUnavailable.
+    """
+    if not build:
+        return find_toolchain(environment).version
+    library = ensure_library(default_cache(environment), lambda line: None, environment)
+    try:
+        return find_toolchain(environment).version
+    except KernelsUnavailable:
+        return f"none is needed, the kernels are built: {library}"
 
 
 def _probe_torch(threads: int, model_folder: Path | None) -> _Torch:

@@ -39,6 +39,16 @@ def resolve_threads(
     return ThreadCount(cores, "the cores that this process may use")
 
 
+def library_thread_variables(threads: ThreadCount) -> dict[str, str]:
+    """Variables that keep the thread pools of numpy's and torch's libraries to that number.
+
+    The libraries read them when they are loaded, and would otherwise start a thread for each
+    processor of the machine, whatever the container may use.
+    """
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    return dict.fromkeys(names, str(threads.count))
+
+
 def _core_count(root: Path, processors: Collection[int]) -> int:
     """Cores behind the processors: those that share a core also share its arithmetic units."""
     folder = root / "sys/devices/system/cpu"
@@ -62,7 +72,8 @@ def _groups(root: Path) -> Iterator[Path]:
     """
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         names = controllers.split(",")
         if controllers and "cpu" not in names:
             continue
@@ -78,7 +89,8 @@ def _quota_of(group: Path) -> float | None:
         quota = _read(group / "cpu.cfs_quota_us")
         period = _read(group / "cpu.cfs_period_us")
     try:
-        return float(quota) / float(period) if float(quota) > 0 else None
+        cpus = float(quota) / float(period)
+        return cpus if 0 < cpus < math.inf else None
     except (ValueError, ZeroDivisionError):  # "max", no such file, or an unknown format
         return None
 
@@ -86,6 +98,6 @@ def _quota_of(group: Path) -> float | None:
 def _read(path: Path) -> str:
     """The file's text without white space around it; empty where it can't be read."""
     try:
-        return path.read_text(encoding="utf-8").strip()
-    except OSError:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except (OSError, ValueError):  # not there, not ours to read, or no path at all
         return ""

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TextIO
 
 from twinplane.cli import doctor_checks as checks
@@ -59,7 +58,7 @@ def _checks(
         lambda: checks.check_worker(worker.threads, None if worker.simulate else worker.model),
         checks.check_event_loop,
         lambda: checks.check_ports(control),
-        lambda: checks.check_cache(Path(cache_root())),
+        lambda: checks.check_cache(cache_root),
         lambda: checks.check_models((control.model, worker.model)),
     )
 

@@ -7,12 +7,13 @@ child process.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from importlib import metadata
@@ -30,7 +31,7 @@ _DEFAULT_MODEL_BYTES = 1_000_000_000  # a pull's peak: wheel, GGUF file and weig
 _INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
 _PROBE = (sys.executable, "-m", "worker_service.probe")
-_PROBE_SECONDS = 120.0
+_PROBE_SECONDS = 600.0  # it may compile the kernels, on a machine that does other work
 
 
 class State(Enum):
@@ -130,6 +131,7 @@ def check_worker(
             [*command, *setting],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=timeout_seconds,
             check=False,
         )
@@ -180,7 +182,8 @@ def _judge_compiler(probe: WorkerProbe) -> Finding:
             State.WARN,
             "compiler",
             f"{probe.compiler_error}; torch's own kernels are used",
-            "install g++ or clang++, and unset CXX or let it name one that runs",
+            "install g++ or clang++, unset CXX or let it name one that runs, and let "
+            "TWINPLANE_HOME name a folder that can be written",
         )
     return Finding(State.OK, "compiler", probe.compiler)
 
@@ -221,12 +224,21 @@ def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
     return Finding(State.OK, subject, f"{port} is free")
 
 
-def check_cache(root: Path) -> list[Finding]:
-    """Where models are kept, which ones are there, and the room for another."""
-    cache = ModelCache(root)
-    names = [folder.name for folder in cache.folders()]
+def check_cache(root: Path | Callable[[], Path]) -> list[Finding]:
+    """Where models are kept, which ones are there, and the room for another.
+
+    A folder that can't be written does for models that are there already.
+    """
+    fix = "set TWINPLANE_HOME to a folder that can be written"
+    try:
+        root = root if isinstance(root, Path) else root()
+        names = [folder.name for folder in ModelCache(root).folders()]
+    except models.CacheUnusable as error:
+        return [Finding(State.WARN, "model cache", str(error), fix)]
     findings = [Finding(State.OK, "model cache", f"{root}: {', '.join(names) or 'empty'}")]
-    existing = next(path for path in (root, *root.parents) if path.exists())
+    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        findings.append(Finding(State.WARN, "model cache", f"{existing} can't be written", fix))
     free = shutil.disk_usage(existing).free
     if free < _DEFAULT_MODEL_BYTES:
         findings.append(

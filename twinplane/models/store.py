@@ -23,7 +23,7 @@ from twinplane.models.folder import (
     unreadable,
 )
 from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
-from twinplane.models.hub import find_snapshot, is_hub_id, pull_snapshot
+from twinplane.models.hub import find_snapshot, has_hub_cache, is_hub_id, pull_snapshot
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel
 from twinplane.paths import NoHomeFolder, expand
@@ -141,6 +141,8 @@ def _architecture(folder: Path) -> str:
 
 
 def _hub_models() -> list[InstalledModel]:
+    if not has_hub_cache():
+        return []
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import os
 import platform
 import shlex
 import shutil
@@ -16,11 +17,11 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from twinplane.models import cache_root
+from twinplane.models import CacheUnusable, cache_root
 from worker_service.threads import resolve_threads
 
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -58,6 +59,7 @@ _X86_SETS = {
 }
 _OTHER_SETS: dict[int, tuple[str, ...]] = {0: ()}
 _COMPILE_SECONDS = 600.0
+_BUILDING = "building-"
 
 Progress = Callable[[str], None]
 
@@ -79,14 +81,23 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
 
     Raises KernelsUnavailable where there is none or it does not run.
     """
-    named = environment.get("CXX")
+    named = environment.get("CXX", "").strip()
     found = next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
-    command = tuple(shlex.split(named)) if named else (found,) if found else ()
+    try:
+        command = tuple(shlex.split(named)) if named else (found,) if found else ()
+    except ValueError as error:
+        raise KernelsUnavailable(f"CXX is no command: {named!r} ({error})") from error
     if not command:
         raise KernelsUnavailable("no C++ compiler was found (install g++ or set CXX)")
     try:
         answer = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, timeout=30, check=True
+            [*command, "--version"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=30,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelsUnavailable(f"the C++ compiler {command[0]} does not run: {error}") from error
@@ -103,21 +114,39 @@ def source_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def default_cache(environment: Mapping[str, str]) -> Path:
-    """The kernels' folder, beside the models' (see `twinplane.models.cache_root`)."""
-    return cache_root(environment) / "kernels"
+def default_cache(environment: Mapping[str, str]) -> Path | None:
+    """The kernels' folder, beside the models' (see `twinplane.models.cache_root`).
+
+    None where there is no cache, because the user has no home folder.
+    """
+    try:
+        return cache_root(environment) / "kernels"
+    except CacheUnusable:
+        return None
 
 
-def ensure_library(cache: Path, progress: Progress, environment: Mapping[str, str]) -> Path:
+def ensure_library(cache: Path | None, progress: Progress, environment: Mapping[str, str]) -> Path:
     """The library's path: prebuilt, cached or built now (some seconds, one progress line).
 
-    Safe in several processes at once. Raises KernelsUnavailable with the reason otherwise.
+    Where no compiler is left, a library serves that any compiler has built of these sources. Safe
+    in several processes at once. Raises KernelsUnavailable with the reason otherwise.
     """
     digest = source_digest()
     prebuilt = PREBUILT / digest / LIBRARY_NAME
     if prebuilt.is_file():
         return prebuilt
-    toolchain = find_toolchain(environment)
+    if cache is None:
+        raise KernelsUnavailable(
+            "the kernel cache has no place, for this user has no home folder: "
+            "set TWINPLANE_HOME to a folder that can be written"
+        )
+    try:
+        toolchain = find_toolchain(environment)
+    except KernelsUnavailable:
+        built = sorted(cache.glob(f"{digest}-*/{LIBRARY_NAME}"))
+        if not built:
+            raise
+        return built[0]
     version = hashlib.sha256(toolchain.version.encode()).hexdigest()[:8]
     folder = cache / f"{digest}-{version}"
     library = folder / LIBRARY_NAME
@@ -125,12 +154,17 @@ def ensure_library(cache: Path, progress: Progress, environment: Mapping[str, st
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / "lock"):
+        with _locked(folder / "lock") as is_alone:
             if not library.is_file():
+                if is_alone:
+                    _remove_unfinished(folder)
                 progress(f"compiling the CPU kernels with {toolchain.version} (once)")
                 build_library(library, toolchain)
     except OSError as error:
-        raise KernelsUnavailable(f"the kernel cache cannot be written: {error}") from error
+        raise KernelsUnavailable(
+            f"the kernel cache cannot be written: {error}; "
+            "set TWINPLANE_HOME to a folder that can be"
+        ) from error
     return library
 
 
@@ -144,7 +178,7 @@ def build_library(
     """
     library.parent.mkdir(parents=True, exist_ok=True)
     sets = _X86_SETS if platform.machine() in ("x86_64", "AMD64") else _OTHER_SETS
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=_BUILDING, dir=library.parent) as folder:
         objects = Path(folder)
         compilations = [
             (
@@ -165,10 +199,10 @@ def build_library(
             for name in _PER_INSTRUCTION_SET
         ]
         with ThreadPoolExecutor(max_workers=resolve_threads(None).count) as pool:
-            list(pool.map(lambda arguments: _compile(toolchain, arguments), compilations))
+            list(pool.map(lambda each: _compile(toolchain, each, objects), compilations))
         linked = objects / LIBRARY_NAME
         parts = sorted(map(str, objects.glob("*.o")))
-        _compile(toolchain, (*options, "-shared", "-pthread", *parts, "-o", str(linked)))
+        _compile(toolchain, (*options, "-shared", "-pthread", *parts, "-o", str(linked)), objects)
         linked.replace(library)
 
 
@@ -179,12 +213,17 @@ def prebuild(environment: Mapping[str, str]) -> Path:
     return library
 
 
-def _compile(toolchain: Toolchain, arguments: tuple[str, ...]) -> None:
+def _compile(toolchain: Toolchain, arguments: tuple[str, ...], temporary: Path) -> None:
+    """Runs the compiler, whose own temporary files go into the folder `temporary`."""
     try:
         subprocess.run(
             [*toolchain.command, *arguments],
+            # The complaint is looked for in English.
+            env={**os.environ, "TMPDIR": str(temporary), "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_COMPILE_SECONDS,
             check=True,
         )
@@ -196,8 +235,18 @@ def _compile(toolchain: Toolchain, arguments: tuple[str, ...]) -> None:
         raise KernelsUnavailable(f"the CPU kernels do not compile: {error}") from error
 
 
+def _remove_unfinished(folder: Path) -> None:
+    """Removes what builds left there that were killed. Nobody else may be building."""
+    for left in folder.glob(f"{_BUILDING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[bool]:
+    """Whether no other process is inside: file systems without locks let several build at once."""
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        is_alone = False
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)  # the system releases it when the process ends
+            is_alone = True
+        yield is_alone
