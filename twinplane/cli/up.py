@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import importlib.util
 import os
 import shlex
@@ -31,6 +32,7 @@ from twinplane.settings.worker import WorkerConfig
 _STOP_MARGIN_SECONDS = 5.0
 _LONGEST_SOCKET_PATH = 100
 _SOCKET_NAME = "worker.sock"
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -163,25 +165,37 @@ def _ensure_model(name: str, *, pull: bool) -> None:
 
 
 def _listening_port(control: ControlConfig) -> int:
-    """The port that clients will use. Raises SettingsError when it is taken.
+    """The port that clients will use. Raises SettingsError when it, or that of the metrics, is
+    taken.
 
     A free port is picked here because the ready line names it. A taken one is refused here because
     the server that holds it might answer in place of ours.
     """
+    if control.metrics_port is not None:
+        _bind(control.metrics_host, control.metrics_port, "metrics-")
     if control.uds:
         return control.port
-    family = socket.AF_INET6 if ":" in control.host else socket.AF_INET
+    return _bind(control.host, control.port, "")
+
+
+def _bind(host: str, port: int, which: str) -> int:
+    """The port, or a free one for 0, that could be bound a moment ago. Raises SettingsError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((control.host, control.port))
-        except OSError as error:
+            probe.bind((host, port))
+        except (OSError, UnicodeError) as error:
+            # Another port helps only against another server.
+            advice = (
+                f"--{which}port" if getattr(error, "errno", None) in _TAKEN else f"--{which}host"
+            )
+            reason = getattr(error, "strerror", None) or error
             raise SettingsError(
-                f"can't listen on {control.host}:{control.port} ({error.strerror}); "
-                "another --port may do"
+                f"can't listen on {host}:{port} ({reason}); another {advice} may do"
             ) from error
-        port: int = probe.getsockname()[1]
-        return port
+        bound: int = probe.getsockname()[1]
+        return bound
 
 
 def _reachable(host: str) -> str:

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import grpc
 
+_LONGEST_SOCKET_PATH = 107
+_PROBE_SECONDS = 2.0
+# gRPC reads addresses as URIs, and a comma as the end of one.
+_SPECIAL_CHARACTERS = "%#?,"
+
 
 class CannotListen(Exception):
     """An address could not be bound; the message names it and says why."""
@@ -24,17 +29,49 @@ def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> s
     if uds is not None:
         return _listen_unix(server, uds.absolute())
     literal = f"[{host}]" if ":" in host else host
+    _try_to_bind(host, port, f"{literal}:{port}")
     return f"{literal}:{_add(server, f'{literal}:{port}')}"
 
 
 def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
-    _remove_dead_socket(path)
+    if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+        raise CannotListen(
+            f"can't listen on {path}: the path of a socket has at most {_LONGEST_SOCKET_PATH} bytes"
+        )
+    if special := sorted(set(_SPECIAL_CHARACTERS) & set(str(path))):
+        raise CannotListen(
+            f"can't listen on {path}: gRPC's clients can't name a socket with {' '.join(special)}"
+        )
+    try:
+        _remove_dead_socket(path)
+        if not path.parent.is_dir():
+            raise CannotListen(f"can't listen on {path}: there is no folder {path.parent}")
+    except OSError as error:
+        raise CannotListen(f"can't listen on {path}: {error.strerror}") from error
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise CannotListen(f"can't listen on {path}: no permission to write to {path.parent}")
     mask = os.umask(0o177)  # with chmod afterwards, others could connect for a moment
     try:
         _add(server, f"unix:{path}")
     finally:
         os.umask(mask)
     return f"unix:{path}"
+
+
+def _try_to_bind(host: str, port: int, address: str) -> None:
+    """Raises CannotListen with the system's reason, which gRPC keeps to itself."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no host has this name"
+        raise CannotListen(f"can't listen on {address}: {reason}") from error
+    family, kind, protocol, _, where = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+    except OSError as error:
+        raise CannotListen(f"can't listen on {address}: {error.strerror}") from error
 
 
 def _add(server: grpc.aio.Server, address: str) -> int:
@@ -50,15 +87,19 @@ def _add(server: grpc.aio.Server, address: str) -> int:
 def _remove_dead_socket(path: Path) -> None:
     """Removes a socket that nobody listens on. Raises CannotListen for anything else in the way."""
     if not path.exists():
+        if path.is_symlink():
+            raise CannotListen(f"can't listen on {path}: it is a link to nowhere")
         return
     if not path.is_socket():
         raise CannotListen(f"can't listen on {path}: it exists and is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_PROBE_SECONDS)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
             path.unlink()
         except OSError as error:
-            raise CannotListen(f"can't listen on {path}: {error.strerror}") from error
+            reason = error.strerror or "another process has it, and does not answer"
+            raise CannotListen(f"can't listen on {path}: {reason}") from error
         else:
             raise CannotListen(f"can't listen on {path}: another process does")

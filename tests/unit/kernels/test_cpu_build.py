@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import shutil
 import stat
 import subprocess
@@ -11,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from worker_service.kernels.cpu import compiler
-from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
+from worker_service.kernels.cpu.compiler import (
+    KernelsUnavailable,
+    default_cache,
+    ensure_library,
+    find_toolchain,
+)
 from worker_service.kernels.cpu.library import Context, InstructionSet
 from worker_service.kernels.cpu.ops import instruction_set_for
 
@@ -124,3 +131,66 @@ def test_odd_heads_take_narrower_vectors() -> None:
     for head_dim in (6, 260, 512):
         with pytest.raises(KernelsUnavailable, match="head_dim"):
             instruction_set_for(head_dim, every)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_a_killed_build_is_built_again(calls: int, tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, f"[ -e {tmp_path}/quick ] || sleep 0.2\n{MAKES_OUTPUT}")
+    code = (
+        "from pathlib import Path; from worker_service.kernels.cpu.compiler import ensure_library;"
+        f"ensure_library(Path({str(tmp_path / 'cache')!r}), print, {environment!r})"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as building:
+        log = tmp_path / "calls"
+        while not log.exists() or len(log.read_text().splitlines()) < calls:
+            assert building.poll() is None
+        building.kill()
+    (tmp_path / "quick").touch()
+    assert list((tmp_path / "cache").rglob("building-*"))
+    library = ensure_library(tmp_path / "cache", lambda line: None, environment)
+    assert sorted(path.name for path in library.parent.iterdir()) == sorted([library.name, "lock"])
+
+
+def test_a_built_library_needs_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image may have the kernels and no compiler."""
+    made = ensure_library(tmp_path, lambda line: None, fake_compiler(tmp_path, MAKES_OUTPUT))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert ensure_library(tmp_path, lambda line: None, {}) == made
+    assert ensure_library(tmp_path, lambda line: None, {"CXX": "/no/such/compiler"}) == made
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    other = tmp_path / "cache" / "of another" / "building-x"
+    other.mkdir(parents=True)
+    made = ensure_library(
+        tmp_path / "cache", lambda line: None, fake_compiler(tmp_path, MAKES_OUTPUT)
+    )
+    assert made.is_file() and other.is_dir()
+
+
+def test_without_a_cache_there_is_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(KernelsUnavailable, match="set TWINPLANE_HOME"):
+        ensure_library(None, lambda line: None, fake_compiler(tmp_path, MAKES_OUTPUT))
+
+
+@pytest.mark.parametrize(
+    "value", ['"', "'g++", "   ", "g++ --no-such-flag-at-all", "/", "/dev/null", "true", "false"]
+)
+def test_any_cxx_is_a_compiler_or_a_reason(value: str, tmp_path: Path) -> None:
+    try:
+        found = find_toolchain({"CXX": value})
+    except KernelsUnavailable as unavailable:
+        assert "\n" not in str(unavailable)
+    else:
+        assert found.command
+
+
+def test_the_compilers_own_files_go_where_the_library_is_built(tmp_path: Path) -> None:
+    environment = fake_compiler(tmp_path, f'echo "$TMPDIR" >> {tmp_path}/tmp\n{MAKES_OUTPUT}')
+    library = ensure_library(tmp_path / "cache", lambda line: None, environment)
+    folders = set((tmp_path / "tmp").read_text().splitlines())
+    assert {Path(folder).parent for folder in folders} == {library.parent}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -80,3 +82,75 @@ async def test_a_file_that_is_no_socket_stays(tmp_path: Path) -> None:
         with pytest.raises(CannotListen, match=f"{path}.*no socket"):
             listen(server, "unused", 0, path)
     assert path.read_text() == "precious"
+
+
+async def test_a_socket_that_is_too_busy_to_answer_stays(tmp_path: Path) -> None:
+    path = tmp_path / "busy.sock"
+    with socket.socket(socket.AF_UNIX) as busy:
+        busy.bind(str(path))
+        busy.listen()
+        async with made() as server:
+            with pytest.raises(CannotListen, match="another process"):
+                listen(server, "unused", 0, path)
+    assert path.is_socket()
+
+
+@pytest.mark.parametrize("name", ["a b.sock", "ü.sock", "日本.sock", "a:b.sock", "a[b].sock", "~"])
+async def test_a_path_may_have_any_letter(tmp_path: Path, name: str) -> None:
+    (tmp_path / "real folder").mkdir()
+    (tmp_path / "link").symlink_to("real folder")
+    async with made() as server:
+        address = listen(server, "unused", 0, tmp_path / "link" / name)
+        await server.start()
+        assert (tmp_path / "real folder" / name).is_socket()
+        assert await is_reached(address)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing/a.sock", "no folder"),
+        ("file/a.sock", "Not a directory|no folder"),
+        ("x" * 200, "at most 107 bytes"),
+        ("ü" * 60, "at most 107 bytes"),
+        ("a%41.sock", "can't name a socket with %"),
+        ("a#b?.sock", "can't name a socket with # \\?"),
+        ("a,b", "can't name a socket with ,"),
+        ("nowhere", "a link to nowhere"),
+        (".", "is no socket"),
+    ],
+)
+async def test_what_is_in_the_way_of_a_socket_is_named(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
+    async with made() as server:
+        with pytest.raises(CannotListen, match=reason) as refused:
+            listen(server, "unused", 0, tmp_path / name)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+async def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)  # noqa: ASYNC240
+    async with made() as server:
+        with pytest.raises(CannotListen, match=f"no permission to write to {tmp_path}"):
+            listen(server, "unused", 0, tmp_path / "a.sock")
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ("192.0.2.1", "Cannot assign requested address"),  # reserved for documentation
+        ("no-such-host.invalid", "not known|failure|No address"),
+        ("x" * 300, "."),
+        ("a b", "."),
+    ],
+)
+async def test_a_host_that_is_not_ours_is_said_with_its_reason(host: str, reason: str) -> None:
+    async with made() as server:
+        with pytest.raises(CannotListen, match=re.escape(host)) as refused:
+            listen(server, host, 0, None)
+    assert re.search(reason, str(refused.value).removeprefix(f"can't listen on {host}"))
+    assert "another process" not in str(refused.value)
