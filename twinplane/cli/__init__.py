@@ -60,16 +60,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     prepare_standard_streams()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help", "help"):
-        print(_help())
+        if not _show(_help()):
+            return 1
         return 0 if arguments else 2
     if arguments[0] in ("-V", "--version"):
-        print(f"twinplane {__version__}")
-        return 0
+        return 0 if _show(f"twinplane {__version__}") else 1
     command = _find(arguments[0])
     if command is None:
         print(f"twinplane: no command {arguments[0]!r}; see twinplane --help", file=sys.stderr)
         return 2
     return _run(command, arguments[1:])
+
+
+def _show(text: str) -> bool:
+    """Prints to standard output; says whether that was possible."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _discard_output()
+        print(f"twinplane: {error.strerror}", file=sys.stderr)
+        return False
+    return True
 
 
 def _run(command: _Command, arguments: list[str]) -> int:

@@ -58,6 +58,7 @@ def _checks(
         lambda: checks.check_worker(worker.threads, None if worker.simulate else worker.model),
         checks.check_event_loop,
         lambda: checks.check_ports(control),
+        lambda: checks.check_socket_folder(os.environ),
         lambda: checks.check_cache(cache_root),
         lambda: checks.check_models((control.model, worker.model)),
     )

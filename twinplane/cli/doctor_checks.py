@@ -20,10 +20,12 @@ from importlib import metadata
 from pathlib import Path
 
 from twinplane import models
+from twinplane.cli.socket_folder import private_folder
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
 from twinplane.models.hub import is_hub_id
 from twinplane.settings.control import ControlConfig
+from twinplane.settings.resolution import SettingsError
 
 _BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub")
 _WORKER = ("safetensors", "gguf")
@@ -222,6 +224,15 @@ def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
                 f"stop what listens there, or twinplane up {flag} N",
             )
     return Finding(State.OK, subject, f"{port} is free")
+
+
+def check_socket_folder(environ: Mapping[str, str]) -> list[Finding]:
+    """A place for the socket between the planes."""
+    try:
+        with private_folder(environ) as folder:
+            return [Finding(State.OK, "socket folder", str(Path(folder).parent))]
+    except SettingsError as error:
+        return [Finding(State.FAIL, "socket folder", str(error), "set TMPDIR to a folder")]
 
 
 def check_cache(root: Path | Callable[[], Path]) -> list[Finding]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import json
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
             print()
         result = generation.result()
     if namespace.json:
-        print(json.dumps(_as_json(result), ensure_ascii=False))
+        # What the output's encoding lacks is escaped, so that nothing is lost.
+        is_utf8 = codecs.lookup(sys.stdout.encoding).name == "utf-8"
+        print(json.dumps(_as_json(result), ensure_ascii=not is_utf8))
     if namespace.verbose:
         print(_usage_line(result), file=sys.stderr)
     return 0

@@ -10,9 +10,7 @@ import os
 import shlex
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from twinplane import models
@@ -20,6 +18,7 @@ from twinplane.cli import planes, progress
 from twinplane.cli.child import Plane
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
+from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
 from twinplane.client.values import DEFAULT_ADDRESS
@@ -30,8 +29,6 @@ from twinplane.settings.worker import WorkerConfig
 
 # A plane is killed this long after the time that it gives its running work.
 _STOP_MARGIN_SECONDS = 5.0
-_LONGEST_SOCKET_PATH = 100
-_SOCKET_NAME = "worker.sock"
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
@@ -49,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
         try:
-            with _private_folder(os.environ) as folder:
-                return _up(namespace, os.environ, Path(folder) / _SOCKET_NAME, terminal)
+            with private_folder(os.environ) as folder:
+                return _up(namespace, os.environ, Path(folder) / SOCKET_NAME, terminal)
         except (SettingsError, models.ModelError) as error:
             terminal.error(str(error))
             return 2
@@ -87,44 +84,6 @@ def _up(
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
     return asyncio.run(Supervisor(children, Health(address), ready, terminal).run())
-
-
-@contextmanager
-def _private_folder(environ: Mapping[str, str]) -> Iterator[str]:
-    """A folder that only this user can enter (0700), for the worker's socket; removed at the end.
-
-    It lies among the temporary files, or where else a short path can be written. Raises
-    SettingsError.
-    """
-    tried = []
-    for parent in _short_folders(environ):
-        if len(f"{parent}/twinplane-12345678/{_SOCKET_NAME}") > _LONGEST_SOCKET_PATH:
-            tried.append(f"{parent} (too long for a socket's path)")
-            continue
-        try:
-            folder = tempfile.TemporaryDirectory(
-                prefix="twinplane-", dir=parent, ignore_cleanup_errors=True
-            )
-        except OSError as error:
-            tried.append(f"{parent} ({error.strerror})")
-            continue
-        with folder as path:
-            yield path
-        return
-    raise SettingsError(
-        f"no folder for the worker's socket, set TMPDIR to one: tried {', '.join(tried)}"
-    )
-
-
-def _short_folders(environ: Mapping[str, str]) -> Iterator[str]:
-    """Where temporary files may go, the best place first."""
-    for name in ("TMPDIR", "TEMP", "TMP"):
-        if given := environ.get(name):
-            yield str(Path(given).absolute())
-    yield "/tmp"
-    if given := environ.get("XDG_RUNTIME_DIR"):
-        yield given
-    yield from ("/var/tmp", "/dev/shm")
 
 
 def _plane(

@@ -7,6 +7,7 @@ import os
 import resource
 import sys
 
+_PARTIAL = ("strict", "surrogateescape")
 _STANDARD = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
 
 
@@ -29,7 +30,8 @@ def prepare_standard_streams() -> None:
         if getattr(sys, name) is None:
             stream = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
             setattr(sys, name, stream)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # The POSIX locale's way, surrogateescape, takes no more characters than the strict one.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _PARTIAL:
         sys.stdout.reconfigure(errors="replace")
 
 
