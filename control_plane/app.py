@@ -37,6 +37,7 @@ from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
+from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.logs import LogFormat, configure, dropped_record_count, fields
 from twinplane.process.stop_signals import StopSignals
@@ -59,7 +60,7 @@ def run(config: ControlConfig) -> int:
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
-    name = config.served_model_name or served_name(config.model)
+    name = as_text(config.served_model_name or served_name(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(config, name, text_model))
 

@@ -25,10 +25,26 @@ def expand(path: str) -> str:
 
 
 def expand_address(address: str) -> str:
-    """An address, with `~` replaced in `unix:~/PATH`. Raises NoHomeFolder."""
+    """An address, with `~` replaced in `unix:~/PATH`, as gRPC takes it. Raises NoHomeFolder."""
     if not address.startswith(_UNIX):
         return address
-    return _UNIX + expand(address.removeprefix(_UNIX))
+    return _UNIX + utf8_path(expand(address.removeprefix(_UNIX)))
+
+
+def utf8_path(path: Path | str) -> str:
+    """The path for native code that takes UTF-8, whatever the locale's encoding is."""
+    try:
+        return os.fsencode(path).decode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError:  # text already, which the locale's encoding lacks
+        return str(path)
+
+
+def as_text(name: str) -> str:
+    """A name that was given as a path or an argument, as text: what is no UTF-8 becomes "?"."""
+    try:
+        return os.fsencode(name).decode("utf-8", errors="replace")
+    except UnicodeEncodeError:  # text already, which the locale's encoding lacks
+        return name
 
 
 def home_folder() -> Path | None:

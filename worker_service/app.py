@@ -13,6 +13,7 @@ from pathlib import Path
 
 from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError
+from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.logs import fields
 from twinplane.process.stop_signals import StopSignals
@@ -124,8 +125,8 @@ def _socket_path(config: WorkerConfig) -> Path | None:
 
 def _worker_id(config: WorkerConfig) -> str:
     if config.worker_id is not None:
-        return config.worker_id
-    return f"{socket.gethostname()}:{config.uds or config.port}"
+        return as_text(config.worker_id)
+    return as_text(f"{socket.gethostname()}:{config.uds or config.port}")
 
 
 class _ProgressLog:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from twinplane import models
 from twinplane.models.folder import read_config
+from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
 from worker_service.domain.capability import DataType, Limits
 from worker_service.model.config import ConfigReader
@@ -152,7 +153,7 @@ def _read_shape(folder: Path) -> _Shape:
 
 
 def _model_name(config: WorkerConfig) -> str:
-    return config.served_model_name or config.model
+    return as_text(config.served_model_name or config.model)
 
 
 def _unless_auto(choice: str) -> str | None:

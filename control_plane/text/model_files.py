@@ -23,6 +23,7 @@ from control_plane.text.template_files import (
     read_template,
 )
 from control_plane.text.tokenizer import Tokenizer
+from twinplane.paths import utf8_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise ModelFilesInvalid(f"{path} is missing")
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(utf8_path(path))
     except Exception as error:  # `tokenizers` raises a bare Exception for every fault
         raise ModelFilesInvalid(f"{path} can't be read: {error}") from error
 

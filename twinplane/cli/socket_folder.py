@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from twinplane.settings.resolution import SettingsError
 
 SOCKET_NAME = "worker.sock"
 _LONGEST_PATH = 100
+_SPECIAL_CHARACTERS = frozenset("%#?,")
 
 
 @contextmanager
@@ -22,8 +24,11 @@ def private_folder(environ: Mapping[str, str]) -> Iterator[str]:
     """
     tried = []
     for parent in _short_folders(environ):
-        if len(f"{parent}/twinplane-12345678/{SOCKET_NAME}") > _LONGEST_PATH:
+        if len(os.fsencode(f"{parent}/twinplane-12345678/{SOCKET_NAME}")) > _LONGEST_PATH:
             tried.append(f"{parent} (too long for a socket's path)")
+            continue
+        if set(parent) & _SPECIAL_CHARACTERS or not parent.isprintable():
+            tried.append(f"{parent} (not an address for gRPC)")
             continue
         try:
             folder = tempfile.TemporaryDirectory(

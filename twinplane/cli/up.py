@@ -22,6 +22,7 @@ from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
 from twinplane.client.values import DEFAULT_ADDRESS
+from twinplane.paths import as_text, expand_address
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
@@ -74,8 +75,12 @@ def _up(
 
     port = _listening_port(control)
     control_flags.port = str(port)
-    address = f"unix:{control.uds}" if control.uds else f"{_reachable(control.host)}:{port}"
-    name = control.served_model_name or worker.served_model_name or worker.model
+    address = (
+        expand_address(f"unix:{control.uds}")
+        if control.uds
+        else f"{_reachable(control.host)}:{port}"
+    )
+    name = as_text(control.served_model_name or worker.served_model_name or worker.model)
     children = (
         _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
         _plane(

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import grpc
 
+from twinplane.paths import utf8_path
+
 _LONGEST_SOCKET_PATH = 107
 _PROBE_SECONDS = 2.0
 # gRPC reads addresses as URIs, and a comma as the end of one.
@@ -38,6 +40,8 @@ def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
         raise CannotListen(
             f"can't listen on {path}: the path of a socket has at most {_LONGEST_SOCKET_PATH} bytes"
         )
+    if not _is_text(path):
+        raise CannotListen(f"can't listen on {path}: its name is no UTF-8")
     if special := sorted(set(_SPECIAL_CHARACTERS) & set(str(path))):
         raise CannotListen(
             f"can't listen on {path}: gRPC's clients can't name a socket with {' '.join(special)}"
@@ -52,10 +56,17 @@ def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
         raise CannotListen(f"can't listen on {path}: no permission to write to {path.parent}")
     mask = os.umask(0o177)  # with chmod afterwards, others could connect for a moment
     try:
-        _add(server, f"unix:{path}")
+        _add(server, f"unix:{utf8_path(path)}")
     finally:
         os.umask(mask)
-    return f"unix:{path}"
+    return f"unix:{utf8_path(path)}"
+
+
+def _is_text(path: Path) -> bool:
+    try:
+        return bool(utf8_path(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _try_to_bind(host: str, port: int, address: str) -> None:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from twinplane.models.errors import ModelInvalid
 from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, open_folder, unreadable
+from twinplane.paths import utf8_path
 from worker_service.load_errors import CheckpointInvalid
 
 DIGEST_CACHE_NAME = ".twinplane-digest.json"
@@ -140,7 +141,7 @@ class Checkpoint:
 
     def _open(self, path: Path, weight_map: Mapping[str, str]) -> None:
         try:
-            handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
+            handle = self._stack.enter_context(safe_open(utf8_path(path), framework="pt"))
             names: Iterable[str] = handle.keys()
         except (SafetensorError, OSError) as error:
             raise CheckpointInvalid(
