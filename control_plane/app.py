@@ -164,9 +164,10 @@ async def _start_metrics(
     server = MetricsServer(telemetry.render, lambda: fleet.ready)
     try:
         port = await server.start(config.metrics_host, config.metrics_port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         where = f"{config.metrics_host}:{config.metrics_port}"
-        raise CannotListen(f"can't serve metrics on {where}: {error.strerror}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise CannotListen(f"can't serve metrics on {where}: {reason}") from error
     stack.push_async_callback(server.close)
     return port
 

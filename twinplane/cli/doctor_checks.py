@@ -216,11 +216,11 @@ def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
             return Finding(
                 State.FAIL,
                 subject,
-                f"{port} on {host}: {error.strerror}",
+                f"{port} on {host}: {getattr(error, 'strerror', None) or error}",
                 f"stop what listens there, or twinplane up {flag} N",
             )
     return Finding(State.OK, subject, f"{port} is free")
