@@ -12,10 +12,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     from twinplane.process.standard_streams import (
         prepare_standard_streams,
         raise_open_file_limit,
+        restore_signals,
     )
 
     prepare_standard_streams()
     raise_open_file_limit()
+    restore_signals()
     # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
     # stderr by itself is logged where it is noticed.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")

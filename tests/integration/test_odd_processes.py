@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.planes import ROOT, free_port, is_serving, plane_environment
-from twinplane import Client
+from twinplane import Client, Message
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,8 @@ CASES: dict[str, tuple[str, dict[str, str]]] = {
     "no TMPDIR": ('exec "$@"', {"TMPDIR": "/nowhere", "TEMP": "/proc"}),
     "service links": ('exec "$@"', LINKS),
     "a proxy": ('exec "$@"', {"http_proxy": "http://127.0.0.1:1", "https_proxy": "x://y"}),
-    "signals ignored": ('trap "" PIPE XFSZ HUP; exec "$@"', {}),
+    "signals ignored": ('trap "" PIPE XFSZ HUP CHLD; exec "$@"', {}),
+    "a folder of other modules": ('cd "$SHADOW"; exec "$@"', {}),
 }
 
 
@@ -60,10 +61,21 @@ def short_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
+def shadow(folder: Path) -> Path:
+    """A current folder whose modules have the names of others."""
+    for package in ("control_plane", "worker_service", "json", "grpc", "numpy"):
+        (folder / "shadow" / package).mkdir(parents=True, exist_ok=True)
+        (folder / "shadow" / package / "__init__.py").write_text("raise RuntimeError('not me')")
+    return folder / "shadow"
+
+
 def started(case: str, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
     shell, variables = CASES[case]
-    environment = plane_environment(GONE=str(folder / "gone"), TMPDIR=str(folder)) | variables
-    command = ["/bin/sh", "-c", shell, "sh", sys.executable, "-c", _CLI, *arguments]
+    environment = plane_environment(
+        GONE=str(folder / "gone"), SHADOW=str(shadow(folder)), TMPDIR=str(folder)
+    )
+    environment |= variables
+    command = ["/bin/sh", "-c", shell, "sh", sys.executable, "-P", "-c", _CLI, *arguments]
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=environment
@@ -96,7 +108,13 @@ def test_a_worker_starts_and_ends(case: str, short_folder: Path, tiny_model: Pat
     assert "Traceback" not in (short_folder / "log").read_text(errors="replace")
 
 
-@pytest.mark.parametrize("case", ["no stream at all", "64 open files", "ASCII", "service links"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("no stream at all", "64 open files", "ASCII", "service links", "signals ignored"),
+        "a folder of other modules",
+    ],
+)
 def test_both_planes_serve(case: str, short_folder: Path, tiny_model: Path) -> None:
     port = free_port()
     model = short_folder / "modèle 日本"
@@ -107,7 +125,9 @@ def test_both_planes_serve(case: str, short_folder: Path, tiny_model: Path) -> N
     try:
         wait_until_serving(address, process, short_folder)
         with Client(address, timeout=SECONDS) as client:
-            assert len(client.generate("ü", max_tokens=3, ignore_eos=True).result().token_ids) == 3
+            for prompt in ("ü", [Message("user", "ü")]):
+                result = client.generate(prompt, max_tokens=3, ignore_eos=True).result()
+                assert len(result.token_ids) == 3
         process.terminate()
         assert process.wait(SECONDS) == 0
     finally:

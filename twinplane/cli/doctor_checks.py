@@ -24,6 +24,7 @@ from twinplane.cli.socket_folder import private_folder
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
 from twinplane.models.hub import is_hub_id
+from twinplane.process.modules import module_arguments
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
 
@@ -32,7 +33,7 @@ _WORKER = ("safetensors", "gguf")
 _DEFAULT_MODEL_BYTES = 1_000_000_000  # a pull's peak: wheel, GGUF file and weights side by side
 _INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
-_PROBE = (sys.executable, "-m", "worker_service.probe")
+_PROBE = "worker_service.probe"
 _PROBE_SECONDS = 600.0  # it may compile the kernels, on a machine that does other work
 
 
@@ -116,14 +117,15 @@ def check_worker(
     threads: int | None,
     model: str | None = None,
     *,
-    command: Sequence[str] = _PROBE,
+    command: Sequence[str] = (),
     timeout_seconds: float = _PROBE_SECONDS,
 ) -> list[Finding]:
-    """What the worker's own probe finds, run by `command`.
+    """What the worker's own probe finds. A test can name another `command`.
 
     `threads` and `model` are the worker's settings. A model that is not here as a folder is not
     looked at; check_models says where it is.
     """
+    command = command or (sys.executable, *module_arguments(_PROBE))
     setting = [] if threads is None else [f"--threads={threads}"]
     folder = None if model is None else _folder_of(model)
     if folder is not None:

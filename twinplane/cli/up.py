@@ -23,6 +23,8 @@ from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
 from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.paths import as_text, expand_address
+from twinplane.process.modules import module_arguments
+from twinplane.process.standard_streams import restore_signals
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
@@ -44,6 +46,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
     planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
+    restore_signals()
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
         try:
@@ -107,7 +110,7 @@ def _plane(
     flags.log_format = "text" if as_text else "json"
     return Plane(
         name=name,
-        arguments=("-m", module, *settings.to_arguments(type(config), flags)),
+        arguments=(*module_arguments(module), *settings.to_arguments(type(config), flags)),
         grace_seconds=drain_seconds + _STOP_MARGIN_SECONDS,
         log_label=f"{name:13}" if as_text else "",
     )

@@ -97,6 +97,9 @@ class ModelCache:
             ) from error
 
     def _get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
+        # Without the lock first: a cache that is read-only serves what is in it.
+        if found := self.find(name):
+            return found
         with self._locked(name):
             if found := self.find(name):
                 return found

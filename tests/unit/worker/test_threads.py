@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from worker_service.threads import resolve_threads
+from tests.support.planes import ROOT, plane_environment
+from worker_service.threads import ThreadCount, library_thread_variables, resolve_threads
 
 
 def tree(root: Path, files: dict[str, str]) -> Path:
@@ -112,3 +117,77 @@ def test_a_quota_bounds_the_threads(name: str, tmp_path: Path) -> None:
 
 def test_this_machine_has_a_number() -> None:
     assert resolve_threads(None).count >= 1
+
+
+def random_tree(rng: random.Random) -> tuple[dict[str, str], float | None]:
+    """Files of nested control groups, and the quota that they leave: the least one on the path."""
+    parts = [rng.choice("abc") for _ in range(rng.randrange(4))]
+    version = rng.choice((1, 2))
+    period = rng.choice((1000, 10_000, 100_000, 1_000_000))
+    line = "0::" if version == 2 else rng.choice(("5:cpu,cpuacct:", "11:cpuacct,cpu:", "2:cpu:"))
+    mount = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu"
+    if line == "5:cpu,cpuacct:":
+        mount += ",cpuacct"
+    files = {"proc/self/cgroup": f"7:memory:/m\n{line}/{'/'.join(parts)}\n1:name=systemd:/x\n"}
+    quotas = []
+    for depth in range(len(parts) + 1):
+        kind = rng.choice(("none", "unlimited", "quota", "quota", "broken"))
+        quota = round(rng.choice((0.1, 0.5, 1, 1.5, 2, 2.01, 3.999, 7, 64)) * period)
+        text = {"unlimited": "max" if version == 2 else "-1", "broken": "?"}.get(kind, str(quota))
+        group = "/".join((mount, *parts[:depth]))
+        if kind == "none":
+            continue
+        if kind == "quota":
+            quotas.append(quota / period)
+        if version == 2:
+            files[f"{group}/cpu.max"] = f"{text} {period}\n"
+        else:
+            files[f"{group}/cpu.cfs_quota_us"] = text
+            files[f"{group}/cpu.cfs_period_us"] = str(period)
+    return files, min(quotas, default=None)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_least_quota_on_the_path_bounds_the_threads(seed: int, tmp_path: Path) -> None:
+    rng = random.Random(seed)
+    files, quota = random_tree(rng)
+    processors = rng.sample(range(96), rng.choice((1, 2, 5, 8, 64)))
+    threads = resolve_threads(None, root=tree(tmp_path, files), processors=processors)
+    bound = len(processors) if quota is None else math.ceil(quota)
+    assert threads.count == max(1, min(len(processors), bound))
+    assert resolve_threads(3, root=tmp_path, processors=processors).count == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["", "\n", "x", "::", "0::", "0::/\n\n", "a:b:c:d", "0:cpu", "\udcff"]
+)
+def test_any_list_of_groups_is_read(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "proc/self/cgroup"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    assert resolve_threads(None, root=tmp_path, processors={0, 1}).count == 2
+
+
+def test_a_process_on_one_processor_has_one_thread() -> None:
+    """As `taskset` and cpusets say it. The libraries' pools are as large, too."""
+    code = (
+        "import os\n"
+        "from worker_service.threads import library_thread_variables, resolve_threads\n"
+        "os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])\n"
+        "os.environ.update(library_thread_variables(resolve_threads(None)))\n"
+        "import numpy, torch\n"
+        "torch.ones(512, 512) @ torch.ones(512, 512)\n"
+        "numpy.ones((512, 512)) @ numpy.ones((512, 512))\n"
+        "print(len(os.listdir('/proc/self/task')), torch.get_num_threads())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=True, cwd=ROOT, env=plane_environment(),
+    )  # fmt: skip
+    assert done.stdout.split() == ["1", "1"]
+
+
+def test_the_libraries_are_told_the_number() -> None:
+    variables = library_thread_variables(ThreadCount(3, "a test"))
+    assert set(variables.values()) == {"3"}
+    assert "OMP_NUM_THREADS" in variables
