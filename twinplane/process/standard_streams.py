@@ -9,6 +9,7 @@ import signal
 import sys
 
 _NEEDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPROF)
+_OPEN_FILES = 1 << 20
 _PARTIAL = ("strict", "surrogateescape")
 _STANDARD = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
 
@@ -47,5 +48,6 @@ def restore_signals() -> None:
 def raise_open_file_limit() -> None:
     """Lets this process open as many files and connections as the system allows it to."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -42,7 +42,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", token_ids)
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata, shape.context_length))
-    tokenizer.save(str(folder / "tokenizer.json"))
+    # Not by its own `save`, whose errors are no OSError when the disk is full.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
     progress.stage("Converting", sum(stream.byte_count for stream in streams))
     write_safetensors(folder / "model.safetensors", streams, progress)

@@ -203,6 +203,8 @@ def build_library(
         linked = objects / LIBRARY_NAME
         parts = sorted(map(str, objects.glob("*.o")))
         _compile(toolchain, (*options, "-shared", "-pthread", *parts, "-o", str(linked)), objects)
+        if not linked.is_file():
+            raise KernelsUnavailable(f"{toolchain.command[0]} says nothing, and makes no library")
         linked.replace(library)
 
 
