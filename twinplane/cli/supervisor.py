@@ -40,9 +40,7 @@ class Supervisor:
         """Returns 0 after a signal, 1 when a plane ended by itself or had to be killed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup ignores SIGHUP, so that this process outlives its terminal.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                loop.add_signal_handler(number, self._on_signal)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             for plane in self._planes:
                 self._children.append(await Child.start(plane, self._terminal))
