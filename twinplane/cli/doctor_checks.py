@@ -21,6 +21,7 @@ from pathlib import Path
 
 from twinplane import models
 from twinplane.cli.socket_folder import private_folder
+from twinplane.grpc.listen import CannotListen, check_socket_path
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
 from twinplane.models.hub import is_hub_id
@@ -201,15 +202,25 @@ def check_event_loop() -> list[Finding]:
 
 
 def check_ports(config: ControlConfig) -> list[Finding]:
-    """The ports on which the control plane would listen. 0 is any free one and needs no check."""
+    """Where the control plane would listen. Port 0 is any free one and needs no check."""
     findings = []
-    if config.port and not config.uds:
+    if config.uds:
+        findings.append(_check_socket(Path(config.uds).absolute()))
+    elif config.port:
         findings.append(_check_port("port", config.host, config.port, "--port"))
     if config.metrics_port:
         findings.append(
             _check_port("metrics port", config.metrics_host, config.metrics_port, "--metrics-port")
         )
     return findings
+
+
+def _check_socket(path: Path) -> Finding:
+    try:
+        check_socket_path(path)
+    except CannotListen as error:
+        return Finding(State.FAIL, "socket", str(error), "twinplane up --uds PATH")
+    return Finding(State.OK, "socket", f"{path} is free")
 
 
 def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:

@@ -36,6 +36,28 @@ def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> s
 
 
 def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
+    check_socket_path(path)
+    path.unlink(missing_ok=True)
+    mask = os.umask(0o177)  # with chmod afterwards, others could connect for a moment
+    try:
+        _add(server, f"unix:{utf8_path(path)}")
+    finally:
+        os.umask(mask)
+    return f"unix:{utf8_path(path)}"
+
+
+def check_socket_path(path: Path) -> None:
+    """Raises CannotListen unless a server can make a socket there, or replace a dead one."""
+    try:
+        _check_name(path)
+        _check_place(path)
+    except UnicodeError as error:
+        raise CannotListen(f"can't listen on {path}: the locale lacks its letters") from error
+    except OSError as error:
+        raise CannotListen(f"can't listen on {path}: {error.strerror}") from error
+
+
+def _check_name(path: Path) -> None:
     if len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
         raise CannotListen(
             f"can't listen on {path}: the path of a socket has at most {_LONGEST_SOCKET_PATH} bytes"
@@ -46,20 +68,14 @@ def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
         raise CannotListen(
             f"can't listen on {path}: gRPC's clients can't name a socket with {' '.join(special)}"
         )
-    try:
-        _remove_dead_socket(path)
-        if not path.parent.is_dir():
-            raise CannotListen(f"can't listen on {path}: there is no folder {path.parent}")
-    except OSError as error:
-        raise CannotListen(f"can't listen on {path}: {error.strerror}") from error
+
+
+def _check_place(path: Path) -> None:
+    _check_nobody_listens(path)
+    if not path.parent.is_dir():
+        raise CannotListen(f"can't listen on {path}: there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise CannotListen(f"can't listen on {path}: no permission to write to {path.parent}")
-    mask = os.umask(0o177)  # with chmod afterwards, others could connect for a moment
-    try:
-        _add(server, f"unix:{utf8_path(path)}")
-    finally:
-        os.umask(mask)
-    return f"unix:{utf8_path(path)}"
 
 
 def _is_text(path: Path) -> bool:
@@ -95,8 +111,8 @@ def _add(server: grpc.aio.Server, address: str) -> int:
     return port
 
 
-def _remove_dead_socket(path: Path) -> None:
-    """Removes a socket that nobody listens on. Raises CannotListen for anything else in the way."""
+def _check_nobody_listens(path: Path) -> None:
+    """Raises CannotListen for anything in the way but a socket that nobody listens on."""
     if not path.exists():
         if path.is_symlink():
             raise CannotListen(f"can't listen on {path}: it is a link to nowhere")
@@ -108,7 +124,7 @@ def _remove_dead_socket(path: Path) -> None:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            path.unlink()
+            pass  # a dead process left it behind
         except OSError as error:
             reason = error.strerror or "another process has it, and does not answer"
             raise CannotListen(f"can't listen on {path}: {reason}") from error

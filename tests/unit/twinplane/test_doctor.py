@@ -148,7 +148,10 @@ def test_a_taken_port_fails() -> None:
             assert finding.state is State.FAIL
             assert str(port) in finding.detail
             assert f"{flag} N" in finding.fix
-        assert check_ports(ControlConfig(uds="a.sock", port=port, metrics_port=0)) == []
+        with_socket = ControlConfig(uds="a.sock", port=port, metrics_port=0)
+        assert states(check_ports(with_socket)) == [State.OK]
+        no_folder = ControlConfig(uds="/no/such/folder/a.sock", metrics_port=None)
+        assert states(check_ports(no_folder)) == [State.FAIL]
     assert states(check_ports(ControlConfig(port=port, metrics_port=None))) == [State.OK]
 
 
