@@ -6,6 +6,7 @@ import errno
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -25,9 +26,12 @@ def loss(count: int) -> bytes:
     return f"lost {count}\n".encode()
 
 
-@pytest.fixture(params=["blocking", "nonblocking"])
+@pytest.fixture(params=["blocking", "nonblocking", "a socket, as a journal has"])
 def pipe(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    reader, writer = os.pipe()
+    if request.param.startswith("a socket"):
+        reader, writer = (end.detach() for end in socket.socketpair())
+    else:
+        reader, writer = os.pipe()
     if request.param == "nonblocking":
         os.set_blocking(writer, False)
     yield reader, writer
