@@ -50,10 +50,14 @@ class EndKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ClaimEnd:
-    """The end of a claim or of an attempt. `cause` says it in words; equal causes are told once."""
+    """The end of a claim or of an attempt. `cause` says it in words; equal causes are told once.
+
+    `seconds_ago`: how long before it was noticed, for a worker that has fallen silent.
+    """
 
     kind: EndKind
     cause: str
+    seconds_ago: float = 0.0
 
 
 class Loudness(Enum):
@@ -82,7 +86,8 @@ class ClaimPolicy:
     """How a controller behaves towards its worker. Times in seconds.
 
     A loss shorter than `loss_patience` is only a pause; after it requests fail and new ones are
-    refused until a worker is back. Until the first claim, a worker that loads or can't be reached
+    refused until a worker is back. A claimed worker that gives no sign of life for
+    `silence_limit` is lost, since the last sign. Until the first claim, a worker that loads or can't be reached
     yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
     double up to `longest_retry_delay`. `contention_delay` is the first wait after another
     controller claimed the worker; it doubles up to `longest_contention_delay` and starts over once
@@ -92,6 +97,7 @@ class ClaimPolicy:
     """
 
     loss_patience: float = 60.0
+    silence_limit: float = 3.5
     starting_delay: float = 0.1
     first_retry_delay: float = 0.05
     longest_retry_delay: float = 2.0
@@ -159,6 +165,10 @@ class Claim:
             return math.inf
         return max(0.0, self._lost_at + self._policy.loss_patience - now)
 
+    def lost_seconds(self, now: float) -> float:
+        """For how long the worker has been lost or gone; 0 when it is not."""
+        return 0.0 if self._lost_at is None else now - self._lost_at
+
     def attached(self, now: float) -> None:
         """The worker was claimed."""
         assert self._attached_at is None, "claimed twice"
@@ -184,7 +194,7 @@ class Claim:
             if now - self._attached_at > self._policy.longest_contention_delay:
                 self._contention.reset()
             self._attached_at = None
-            self._lost_at = now
+            self._lost_at = now - end.seconds_ago
             if end.kind is not EndKind.CONTESTED:
                 give_up = self._is_poisoned(inflight_count)
         return Verdict(

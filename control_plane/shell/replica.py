@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from control_plane.core import invariants
 from control_plane.core.claim import (
@@ -33,6 +35,7 @@ from control_plane.core.plan import StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
+from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import (
     HELD_SAMPLING,
@@ -43,9 +46,12 @@ from control_plane.shell.ports import (
     Worker,
     WorkerLost,
     WorkerRefused,
+    WorkerSilent,
     WorkerUnusable,
 )
 from twinplane.process.logs import Field, fields
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -108,6 +114,7 @@ class Replica:
         self._metrics = metrics.replica(number, self.stats)
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
+        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit)
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
         self._attachment: Attachment | None = None
@@ -122,6 +129,11 @@ class Replica:
     def attached(self) -> bool:
         """Whether its worker is there."""
         return self._claim.is_attached
+
+    @property
+    def lost_seconds(self) -> float:
+        """For how long its worker has been lost; 0 when it is not."""
+        return self._claim.lost_seconds(self._clock())
 
     def model(self) -> ServedModel | None:
         """The worker's model; None before the first claim and once the worker is gone."""
@@ -172,7 +184,7 @@ class Replica:
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
                     await self._worker.detach()
-                await self._wait_out(verdict.retry_after)
+                await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
             await self._worker.detach()
 
@@ -181,20 +193,24 @@ class Replica:
     async def _execute(self) -> None:
         reader = asyncio.create_task(self._read_results())
         try:
-            while True:
-                await self._send_messages()
-                await self._wake.wait()
-                self._wake.clear()
-                self._take_results()
+            await self._heartbeat.watched(self._run_steps())
         finally:
             reader.cancel()
             await asyncio.wait([reader])
+
+    async def _run_steps(self) -> None:
+        while True:
+            await self._send_messages()
+            await self._wake.wait()
+            self._wake.clear()
+            self._take_results()
 
     async def _read_results(self) -> None:
         """Puts results, and what ended them, into the inbox; what is in flight bounds it."""
         try:
             while True:
                 self._inbox.append(await self._worker.receive())
+                self._heartbeat.heard()
                 self._wake.set()
         except Exception as error:  # raised again by the loop, which knows what it means
             self._inbox.append(error)
@@ -227,7 +243,7 @@ class Replica:
     # --- the claim ----------------------------------------------------------------------------
 
     async def _attach(self) -> None:
-        attachment = await self._worker.attach()
+        attachment = await self._in_patience(self._worker.attach())
         resumed = self._core is not None
         kv_kept = self._adopt(attachment)
         self._inbox.clear()
@@ -306,14 +322,19 @@ class Replica:
             self._listener.fail(self, "the worker failed several times on this request")
         return verdict
 
-    async def _wait_out(self, delay: float) -> None:
-        """Waits before the next claim; sequences whose patience ends meanwhile fail then."""
-        patience = self._claim.patience_left(self._clock())
-        if patience <= delay:
-            await asyncio.sleep(patience)
-            delay -= patience
-            self._listener.fail(self, "the worker is gone")
-        await asyncio.sleep(delay)
+    async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
+        task = asyncio.create_task(waiting)
+        try:
+            patience = self._claim.patience_left(self._clock())
+            await asyncio.wait((task,), timeout=None if patience == math.inf else patience)
+            if not task.done():
+                self._listener.fail(self, "the worker is gone")
+            return await task
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait((task,))
 
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
@@ -332,6 +353,8 @@ class Replica:
 def _end_of(error: _ClaimError) -> ClaimEnd:
     """An error of the worker's as the claim takes it."""
     match error:
+        case WorkerSilent():
+            return ClaimEnd(EndKind.UNREACHABLE, str(error), error.seconds)
         case WorkerLost():
             return ClaimEnd(EndKind.UNREACHABLE, str(error))
         case WorkerRefused(reason=RefusalReason.STALE_EPOCH):
