@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one worker until it is stopped, and ends the process. Raises SystemExit for wrong
+    settings.
+    """
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from twinplane.process.exit import exit_at_once
     from twinplane.process.logs import LogFormat, configure
+    from twinplane.process.stop_signals import end_at_once_when_asked
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
     from twinplane.settings.worker import WorkerConfig
-    from worker_service import app
 
+    end_at_once_when_asked()
     config = from_command_line(
         WorkerConfig,
         argv,
@@ -28,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         known=known_settings(),
     )
     configure(config.log_level, LogFormat(config.log_format))
-    try:
-        return app.run(config)
-    except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain
-        exit_at_once(130)
+    from worker_service import app
+
+    # Its device may still load or compute, in native code.
+    exit_at_once(app.run(config))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

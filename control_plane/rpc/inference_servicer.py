@@ -6,6 +6,7 @@ into text as they come. Errors are raised unchanged; StatusInterceptor turns the
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from typing import assert_never
@@ -66,6 +67,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._new_seed = new_seed
         self._new_request_id = new_request_id
         self._turns = Turns()
+        self._generating: set[asyncio.Task[None]] = set()
+
+    async def finished(self) -> None:
+        """Returns once every Generate call is over: its client has read all, or has left."""
+        while self._generating:
+            await asyncio.wait(self._generating)
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -73,6 +80,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         # A coroutine, not a generator, so that its `finally` runs in this task as soon as the call
         # is cancelled.
         arrival = self._clock()
+        call_task = asyncio.current_task()
+        assert call_task is not None
+        self._generating.add(call_task)
+        call_task.add_done_callback(self._generating.discard)
         request_id = request.request_id or self._new_request_id()
         REQUEST_ID.set(request_id)
         model = check_model(request.model, self._engine.served_model())

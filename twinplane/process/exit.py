@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -14,7 +15,20 @@ def exit_at_once(code: int) -> NoReturn:
     The interpreter's own exit ends threads where they stand in native code. Some of gRPC's and of
     the devices' abort the whole process then.
     """
+    _flush()
+    os._exit(code)
+
+
+def exit_by(number: signal.Signals) -> NoReturn:
+    """Ends the process as this signal would have: a shell sees 128 + its number."""
+    if number is not signal.SIGINT:  # for Ctrl-C every command has that as its exit code
+        _flush()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    exit_at_once(128 + number)
+
+
+def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # its reader has gone
             stream.flush()
-    os._exit(code)
