@@ -7,11 +7,14 @@ import asyncio
 import importlib.util
 import os
 import shlex
+import signal
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from twinplane import models
 from twinplane.cli import planes, progress
@@ -21,6 +24,7 @@ from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal
 from twinplane.client.values import DEFAULT_ADDRESS
+from twinplane.process.stop_signals import stop_signals
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
@@ -44,12 +48,24 @@ def main(argv: Sequence[str]) -> int:
     namespace = parser.parse_args(argv)
     quiet_grpc()
     terminal = Terminal("twinplane up", sys.stdout, sys.stderr)
+    _end_when_asked(terminal)
     try:
         with tempfile.TemporaryDirectory(prefix="twinplane-") as folder:  # 0700
             return _up(namespace, os.environ, Path(folder) / "worker.sock", terminal)
     except (SettingsError, models.ModelError) as error:
         terminal.error(str(error))
         return 2
+
+
+def _end_when_asked(terminal: Terminal) -> None:
+    """Until the supervisor takes over, a signal ends this command at once; no plane runs yet."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        terminal.message(f"stopped: {signal.Signals(number).name}")
+        raise SystemExit(0)
+
+    for number in stop_signals():
+        signal.signal(number, end)
 
 
 def _up(
