@@ -9,15 +9,16 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the control plane until it is stopped; returns the exit code, 2 for wrong settings."""
+    from twinplane.process.starting import end_at_once_when_asked
+
+    end_at_once_when_asked()
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from twinplane.process.logs import LogFormat, configure
-    from twinplane.process.stop_signals import end_at_once_when_asked
     from twinplane.settings.control import ControlConfig
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
 
-    end_at_once_when_asked()
     config = from_command_line(
         ControlConfig,
         argv,

@@ -11,16 +11,17 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Runs one worker until it is stopped, and ends the process. Raises SystemExit for wrong
     settings.
     """
+    from twinplane.process.starting import end_at_once_when_asked
+
+    end_at_once_when_asked()
     # gRPC reads this once, when it is imported. Nothing here forks.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
     from twinplane.process.exit import exit_at_once
     from twinplane.process.logs import LogFormat, configure
-    from twinplane.process.stop_signals import end_at_once_when_asked
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
     from twinplane.settings.worker import WorkerConfig
 
-    end_at_once_when_asked()
     config = from_command_line(
         WorkerConfig,
         argv,

@@ -4,8 +4,9 @@
        └──────────┴───────────┴──▶ BROKEN  (from FINISHING and DRAINING too)
 
 FINISHING goes on with the controller that holds the worker, and takes no other. DRAINING accepts
-nothing, and executes what is queued. FAILED lasts for one epoch: the runner raised an unexpected error, and every plan is refused until a
-new claim resets it. BROKEN is final: loading or a reset failed, and only a new process helps.
+nothing, and executes what is queued. FAILED lasts for one epoch: the runner raised an unexpected
+error, and every plan is refused until a new claim resets it. BROKEN is final: loading or a reset
+failed, and only a new process helps.
 """
 
 from __future__ import annotations
@@ -27,9 +28,7 @@ class LifecycleState(Enum):
     BROKEN = "broken"
 
 
-_STOPPING = frozenset(
-    {LifecycleState.FINISHING, LifecycleState.DRAINING, LifecycleState.BROKEN}
-)
+_STOPPING = frozenset({LifecycleState.FINISHING, LifecycleState.DRAINING, LifecycleState.BROKEN})
 _NEXT: dict[LifecycleState, frozenset[LifecycleState]] = {
     LifecycleState.LOADING: _STOPPING | {LifecycleState.ACTIVE},
     LifecycleState.ACTIVE: _STOPPING | {LifecycleState.FAILED},

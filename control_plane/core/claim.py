@@ -87,8 +87,8 @@ class ClaimPolicy:
 
     A loss shorter than `loss_patience` is only a pause; after it requests fail and new ones are
     refused until a worker is back. A claimed worker that gives no sign of life for
-    `silence_limit` is lost, since the last sign. Until the first claim, a worker that loads or can't be reached
-    yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
+    `silence_limit` is lost, since the last sign. Until the first claim, a worker that loads or
+    can't be reached yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
     double up to `longest_retry_delay`. `contention_delay` is the first wait after another
     controller claimed the worker; it doubles up to `longest_contention_delay` and starts over once
     a claim has lasted longer than that. A request can kill a worker: after `max_failed_claims`

@@ -18,7 +18,8 @@ class Plane:
     """How to run a plane.
 
     `arguments` are those of the Python interpreter. `grace_seconds` pass between the end of its
-    standard input and SIGKILL. `log_label` is printed before each line of the plane's log; it may be empty.
+    standard input and SIGKILL. `log_label` is printed before each line of the plane's log; it may
+    be empty.
 
     The process has to end when its standard input ends (`--exit-with-parent`). The parent holds the
     write end, which the system closes however the parent ends.

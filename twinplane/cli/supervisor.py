@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from twinplane.cli.child import Child, Plane
 from twinplane.cli.terminal import Terminal
-from twinplane.process.stop_signals import stop_signals
+from twinplane.process.starting import stop_signals
 
 
 class Readiness(Protocol):

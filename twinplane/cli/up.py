@@ -24,7 +24,7 @@ from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal
 from twinplane.client.values import DEFAULT_ADDRESS
-from twinplane.process.stop_signals import stop_signals
+from twinplane.process.starting import stop_signals
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError

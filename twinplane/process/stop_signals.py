@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import signal
 import threading
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Protocol
 
-from twinplane.process.exit import exit_at_once
-from twinplane.process.logs import fields
+from twinplane.process.starting import stop_signals
 
 _STDIN = 0
 _PARENT_ENDED = "the parent has ended"
-
-_logger = logging.getLogger(__name__)
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that ask a process to stop. A hangup is none under nohup, which ignores it."""
-    signals = (signal.SIGINT, signal.SIGTERM)
-    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-        return signals
-    return (*signals, signal.SIGHUP)
-
-
-def end_at_once_when_asked() -> None:
-    """Until StopSignals takes over, a signal ends this process at once, well: nothing runs yet."""
-    for number in stop_signals():
-        signal.signal(number, _end_at_once)
-
-
-def _end_at_once(number: int, frame: FrameType | None) -> None:
-    name = signal.Signals(number).name
-    try:
-        _logger.info("stopped", extra=fields(reason=f"{name} while it started"))
-    finally:  # a signal may come in the middle of another line
-        exit_at_once(0)
 
 
 class StopEvents(Protocol):
@@ -52,12 +26,11 @@ class StopEvents(Protocol):
 
 
 class StopSignals:
-    """While entered, SIGINT, SIGTERM and SIGHUP set `first`, and after that `second`.
+    """While entered, a SIGINT, SIGTERM or SIGHUP sets `first`, and another one `second`.
 
     With `watch_stdin` the end of standard input sets `first` too: a parent that holds the other end
-    takes this process with it, however it dies. It never sets `second`: a supervisor closes the
-    input of a process that the same signal may have reached already. Made on the running event
-    loop.
+    takes this process with it, however it dies. For `second` it does not count: a supervisor closes
+    the input of a process that the same signal may reach as well. Made on the running event loop.
     """
 
     def __init__(self, *, watch_stdin: bool) -> None:
@@ -67,6 +40,7 @@ class StopSignals:
         """What set `first`: the signal's name, or the parent's end."""
         self.hurried_by: signal.Signals | None = None
         """What set `second`."""
+        self._signal_count = 0
         self._loop = asyncio.get_running_loop()
         self._watch_stdin = watch_stdin
         self._signals = stop_signals()
@@ -89,7 +63,8 @@ class StopSignals:
             self._loop.remove_signal_handler(number)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        if not self.first.is_set():
+        self._signal_count += 1
+        if self._signal_count == 1:
             self._stop(number.name)
         elif not self.second.is_set():
             self.hurried_by = number
