@@ -86,9 +86,8 @@ class ClaimPolicy:
     """How a controller behaves towards its worker. Times in seconds.
 
     A loss shorter than `loss_patience` is only a pause; after it requests fail and new ones are
-    refused until a worker is back. A claimed worker that gives no sign of life for
-    `silence_limit` is lost, since the last sign. Until the first claim, a worker that loads or
-    can't be reached yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
+    refused until a worker is back. Until the first claim, a worker that loads or can't be reached
+    yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
     double up to `longest_retry_delay`. `contention_delay` is the first wait after another
     controller claimed the worker; it doubles up to `longest_contention_delay` and starts over once
     a claim has lasted longer than that. A request can kill a worker: after `max_failed_claims`
@@ -98,6 +97,7 @@ class ClaimPolicy:
 
     loss_patience: float = 60.0
     silence_limit: float = 3.5
+    """A claimed worker without a sign of life for so long is lost, since the last sign."""
     starting_delay: float = 0.1
     first_retry_delay: float = 0.05
     longest_retry_delay: float = 2.0

@@ -211,7 +211,7 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
 
 
 def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]:
-    """The cores' counts. A replica without a worker has no KV and no steps in flight."""
+    """The cores' counts; a replica that had no worker yet has counted nothing."""
     running = _gauge("requests_running", "Requests in the persistent batch.")
     waiting = _gauge("requests_waiting", "Requests that wait to run.")
     inflight = _gauge("steps_in_flight", "Plans without their results yet.")
@@ -222,9 +222,6 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
     tokens = _counter("tokens", "Tokens by kind.", "kind")
     for number, replica in replicas.items():
         stats = replica.stats() or _NOTHING
-        if replica.worker is None:
-            no_kv = {"kv_active_tokens": 0, "kv_cached_tokens": 0, "kv_free_tokens": 0}
-            stats = dataclasses.replace(stats, inflight=0, **no_kv)
         running.add_metric((number,), stats.running)
         waiting.add_metric((number,), stats.waiting)
         inflight.add_metric((number,), stats.inflight)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from control_plane.core import invariants
@@ -37,6 +37,7 @@ from control_plane.core.scheduler import Scheduler
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
+from control_plane.shell.patience import in_patience
 from control_plane.shell.ports import (
     HELD_SAMPLING,
     Attachment,
@@ -149,7 +150,10 @@ class Replica:
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
-        return None if self._core is None else self._core.stats()
+        if self._core is None:
+            return None
+        stats = self._core.stats()
+        return stats if self.attached else stats.without_worker()
 
     def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
@@ -264,7 +268,7 @@ class Replica:
                 incarnation_id=info.incarnation_id,
                 epoch=info.epoch,
                 weight_version=info.weight_version.digest[:12],
-                sequence_count=self._sequence_count(),
+                sequence_count=_sequence_count(self.stats()),
                 kv_kept=kv_kept,
             ),
         )
@@ -309,13 +313,13 @@ class Replica:
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
-            _log_end(end, error, verdict, self.number, self._sequence_count())
+            _log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
         if verdict.give_up_requests:
             _logger.error(
                 "requests given up: no worker could execute them",
                 extra=fields(
                     replica=self.number,
-                    sequence_count=self._sequence_count(),
+                    sequence_count=_sequence_count(self.stats()),
                     story="; ".join(self._scheduler().inflight_story()),
                 ),
             )
@@ -324,30 +328,21 @@ class Replica:
 
     async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
-        task = asyncio.create_task(waiting)
-        try:
-            patience = self._claim.patience_left(self._clock())
-            await asyncio.wait((task,), timeout=None if patience == math.inf else patience)
-            if not task.done():
-                self._listener.fail(self, "the worker is gone")
-            return await task
-        finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+        fail = partial(self._listener.fail, self, "the worker is gone")
+        return await in_patience(waiting, self._claim.patience_left(self._clock()), fail)
 
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
         state = self._claim.state(self._clock())
         return state in (ClaimState.ATTACHED, ClaimState.LOST)
 
-    def _sequence_count(self) -> int:
-        stats = self.stats()
-        return 0 if stats is None else stats.running + stats.waiting
-
     def _scheduler(self) -> Scheduler:
         assert self._core is not None
         return self._core
+
+
+def _sequence_count(stats: Stats | None) -> int:
+    return 0 if stats is None else stats.running + stats.waiting
 
 
 def _end_of(error: _ClaimError) -> ClaimEnd:

@@ -33,6 +33,6 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
         if logging.getLogger().handlers:
             logging.getLogger(__name__).info("stopped", extra=fields(reason=reason))
         else:  # how to log is among the settings, which are not known yet
-            print(f"stopped: {reason}", file=sys.stderr)
+            sys.stderr.write(f"stopped: {reason}\n")
     finally:  # a signal may come in the middle of another line
         exit_at_once(0)
