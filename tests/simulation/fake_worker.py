@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
@@ -249,6 +250,22 @@ class FakeWorker:
 
     async def detach(self) -> None:
         self._connected = False
+
+    async def terminate(self, drain_seconds: float) -> None:
+        """SIGTERM: serves its claim until that ends, or the drain does, and is gone for good."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                while True:
+                    await asyncio.sleep(0.02)
+                    if not self._connected:
+                        break
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.reachable = False
+        self.machine.restart()
+        self.break_connection()
 
     def freeze(self) -> None:
         """SIGSTOP."""
