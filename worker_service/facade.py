@@ -99,7 +99,7 @@ class WorkerFacade:
         self._device = DeviceThread()
         self._loaded: _Loaded | None = None
         self._claimed_epoch = 0
-        self._controller_id = ""
+        self._controller_id: str | None = None
 
     async def load(self) -> None:
         """Builds the runner. Raises what the build raises; the worker is BROKEN then."""

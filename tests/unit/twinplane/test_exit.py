@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+
+import pytest
 
 CODE = """
 import atexit, threading
@@ -20,3 +23,18 @@ def test_it_ends_with_its_code_after_what_was_printed() -> None:
         [sys.executable, "-c", CODE], capture_output=True, text=True, timeout=60, check=False
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (7, "before\n", "")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGHUP, -signal.SIGHUP)],
+)
+def test_it_ends_as_by_a_signal(number: signal.Signals, code: int) -> None:
+    by_signal = CODE.replace("exit_at_once(7)", f"exit_by(signal.Signals({int(number)}))")
+    by_signal = by_signal.replace("exit_at_once", "exit_by").replace(
+        "import atexit", "import signal, atexit"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", by_signal], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (code, "before\n", "")
