@@ -182,3 +182,35 @@ def test_the_patience_counts_from_the_last_sign_of_life(patience: float) -> None
             assert 'twinplane_kv_tokens{replica="0",state="free"} 0.0' in rendered
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["thaws", "another life comes"])
+@pytest.mark.parametrize("tenths", range(5, 200, 8))
+def test_streams_go_on_byte_for_byte_whenever_it_is_back(tenths: int, restarts: bool) -> None:
+    seconds = tenths / 10
+
+    async def main(loop: VirtualLoop) -> None:
+        worker = FakeWorker(Machine(), lambda: 0.05)
+        async with running(loop, worker) as rig:
+            free = rig.stats().kv_free_tokens
+            prompts = [[5, 6, n] for n in range(6)]  # more than rows: some wait
+            answers = [rig.submit(request(f"r{n}", p, 30)) for n, p in enumerate(prompts)]
+            await asyncio.sleep(0.4)
+            worker.freeze()
+            await asyncio.sleep(seconds)
+            if restarts:
+                worker.machine.restart()
+                worker.break_connection()
+            worker.thaw()
+            await rig.settled(*answers)
+            for prompt, answer in zip(prompts, answers, strict=True):
+                assert (answer.tokens, answer.error) == (expected_tokens(prompt, 30), None)
+            if restarts or seconds > LATEST:
+                assert rig.readiness == [True, False, True]
+            elif seconds < LIMIT:
+                assert rig.readiness == [True]
+            stats = rig.stats()
+            assert (stats.running, stats.waiting, stats.kv_active_tokens) == (0, 0, 0)
+            assert stats.kv_free_tokens + stats.kv_cached_tokens == free
+
+    run_virtual(main)
