@@ -126,6 +126,19 @@ def test_what_the_work_raises_is_raised() -> None:
     run_virtual(main)
 
 
+def test_results_are_signs_of_life_enough() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = Pinged(no_answer)
+        worker.step_seconds = lambda: 0.4
+        async with running(loop, worker) as rig:
+            answer = rig.submit(request("a", [1, 2, 3], 50))
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens([1, 2, 3], 50)
+            assert (worker.attach_count, worker.ping_count) == (1, 0)
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("step_seconds", [4.0, 30.0, 300.0])
 def test_a_long_step_is_no_silence(step_seconds: float) -> None:
     async def main(loop: VirtualLoop) -> None:
