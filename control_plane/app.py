@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.successor import ArithmeticChange
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from control_plane.text.template_pool import TemplatePool
+from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
@@ -71,6 +74,13 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
     telemetry = Telemetry(__version__, methods=INFERENCE_METHODS, codes=CODES)
     readiness = SettableReadiness()
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
+    vocabulary = VocabularyCheck(text_model.tokenizer.token_count)
+
+    def on_readiness(ready: bool) -> None:
+        readiness.set_serving(ready)
+        if ready and (model := fleet.served_model()) is not None:
+            vocabulary.meet(model.vocabulary_size)
+
     async with AsyncExitStack() as stack:
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
         fleet = Fleet(
@@ -79,10 +89,10 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             clock=time.monotonic,
             jitter=random.Random().random,
             metrics=telemetry,
-            on_readiness=readiness.set_serving,
+            on_readiness=on_readiness,
             served_model_name=model_name,
         )
-        text = _text_processor(config, text_model)
+        text = text_processor(config, text_model)
         stack.callback(text.close)
         text.prepare_chat()
         servicer = InferenceServicer(
@@ -173,10 +183,14 @@ async def _start_metrics(
     return port
 
 
-def _text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
+def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
+    """The text side of the model as the settings want it."""
     limits = TextLimits(thread_count=config.tokenizer_threads)
     renderer = None
     if model.template is not None:
+        if config.trust_message_special_tokens:
+            model = replace(model, template=replace(model.template, added_tokens=()))
+        assert model.template is not None
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
     return TextProcessor(model, limits, renderer)
 
@@ -193,6 +207,7 @@ def _replica_settings(config: ControlConfig) -> ReplicaSettings:
             ageing_seconds=config.ageing_seconds,
         ),
         claim=ClaimPolicy(loss_patience=config.worker_loss_patience),
+        arithmetic_change=ArithmeticChange(config.arithmetic_change),
     )
 
 

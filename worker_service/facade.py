@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from twinplane.bounds import MAX_EPOCH
 from twinplane.process.logs import fields
 from worker_service.device_thread import DeviceThread
 from worker_service.domain.capability import Capability, MemoryPool
@@ -127,6 +128,8 @@ class WorkerFacade:
         log = self._require_loaded().log
         self._require_claimable_by(controller_id)
         version = _shared_version(minimum_version, maximum_version)
+        if epoch > MAX_EPOCH:
+            raise PlanInvalid("epoch", f"must be at most {MAX_EPOCH}: another has to follow")
         if epoch <= self._claimed_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the current, {self._claimed_epoch}")
         previous, self._claimed_epoch = self._claimed_epoch, epoch
@@ -150,7 +153,7 @@ class WorkerFacade:
         RunnerFailed. Cancelling it leaves the plan in the queue.
         """
         arrived = self._clock()
-        return await self._enqueue_step(plan.epoch, pipeline, lambda log: log.launch(plan, arrived))
+        return await self._enqueue_step(plan, pipeline, lambda log: log.launch(plan, arrived))
 
     async def submit_sample(
         self, plan: SamplePlan, pipeline: Pipeline | None = None
@@ -158,7 +161,7 @@ class WorkerFacade:
         """Queues the sampling of held rows, as `submit` queues a plan."""
         arrived = self._clock()
         return await self._enqueue_step(
-            plan.epoch, pipeline, lambda log: log.launch_sample(plan, arrived)
+            plan, pipeline, lambda log: log.launch_sample(plan, arrived)
         )
 
     def worker_info(self) -> WorkerInfo:
@@ -208,7 +211,7 @@ class WorkerFacade:
 
     async def _enqueue_step(
         self,
-        epoch: int,
+        plan: StepPlan | SamplePlan,
         pipeline: Pipeline | None,
         launch: Callable[[StepLog], LoggedStep],
     ) -> asyncio.Future[StepResult]:
@@ -217,16 +220,17 @@ class WorkerFacade:
         def work() -> LoggedStep:
             _require_open(pipeline.refused)
             try:
-                self._require_claim(epoch)  # again: it may have changed while this waited
+                self._require_claim(plan.epoch)  # again: it may have changed while this waited
                 return launch(log)
-            except WorkerError:
+            except WorkerError as error:
                 pipeline.refused = True
+                error.step_id = plan.step_id
                 raise
 
         _require_open(pipeline.ended)
         try:
             log = self._require_loaded().log
-            self._require_claim(epoch)
+            self._require_claim(plan.epoch)
             loaded = await self._acquire_room()
         except WorkerError:
             pipeline.ended = True

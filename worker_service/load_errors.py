@@ -10,6 +10,8 @@ LoadError
 
 from __future__ import annotations
 
+_SHOWN_LENGTH = 80
+
 
 class LoadError(Exception):
     """The worker cannot start with these options; the message says what to do about it."""
@@ -23,7 +25,10 @@ class ModelUnsupported(LoadError):
     """`setting` has a `value` outside what is `supported`."""
 
     def __init__(self, setting: str, value: object, supported: str) -> None:
-        super().__init__(f"{setting} {value!r} is not supported; supported: {supported}")
+        shown = repr(value)
+        if len(shown) > _SHOWN_LENGTH:
+            shown = f"{shown[:_SHOWN_LENGTH]}…"
+        super().__init__(f"{setting} {shown} is not supported; supported: {supported}")
         self.setting = setting
         self.value = value
 

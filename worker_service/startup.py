@@ -5,16 +5,16 @@ torch is imported lazily, by what the real runner needs, so a simulated worker n
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from twinplane import models
+from twinplane.models.folder import read_config
 from twinplane.settings.worker import WorkerConfig
 from worker_service.domain.capability import DataType, Limits
+from worker_service.model.config import ConfigReader
 from worker_service.runner.interface import Runner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
@@ -138,19 +138,17 @@ def _simulated_shape(config: WorkerConfig) -> _Shape:
         if config.model != models.DEFAULT_MODEL:
             raise
         return _Shape(_DEFAULT_VOCABULARY_SIZE, _DEFAULT_LENGTH, "Simulated")
-    return _read_shape(folder / "config.json")
+    return _read_shape(folder)
 
 
-def _read_shape(path: Path) -> _Shape:
-    try:
-        values: dict[str, Any] = json.loads(path.read_bytes())
-        return _Shape(
-            vocabulary_size=int(values["vocab_size"]),
-            length=int(values.get("max_position_embeddings", _DEFAULT_LENGTH)),
-            architecture=str((values.get("architectures") or ["Simulated"])[0]),
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise StartupError(f"{path} is no model configuration: {error!r}") from error
+def _read_shape(folder: Path) -> _Shape:
+    reader = ConfigReader(read_config(folder))
+    architectures = reader.words("architectures") or ("Simulated",)
+    return _Shape(
+        vocabulary_size=reader.integer("vocab_size"),
+        length=reader.integer("max_position_embeddings", _DEFAULT_LENGTH),
+        architecture=architectures[0],
+    )
 
 
 def _model_name(config: WorkerConfig) -> str:

@@ -221,7 +221,9 @@ class StepLog:
         except Exception as error:  # any error of a model ends the epoch, not the process
             self._failed = True
             _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
-            raise RunnerFailed(f"step {step_id} failed: {type(error).__name__}") from error
+            failed = RunnerFailed(f"step {step_id} failed: {type(error).__name__}")
+            failed.step_id = step_id
+            raise failed from error
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:

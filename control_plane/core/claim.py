@@ -42,10 +42,15 @@ class EndKind(Enum):
     """No connection, or the connection broke."""
     LOADING = "loading"
     """The worker is there and still loads its model."""
+    DRAINING = "draining"
+    """The worker finishes what it has and takes nothing more."""
     CONTESTED = "contested"
     """Another controller has claimed the worker."""
     REFUSED = "refused"
     """Anything else: the worker refused a message, or it can't be used, or broke the contract."""
+
+
+_ACCUSING = (EndKind.UNREACHABLE, EndKind.REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,13 @@ class Loudness(Enum):
 class Verdict:
     """What to do after the end of a claim or of an attempt.
 
-    `retry_after`: seconds until the next attempt. `give_up_requests`: what runs has ended several
-    claims in a row and must fail, or it would end all that follow.
+    `retry_after`: seconds until the next attempt. `accuses_inflight`: what was in flight may have
+    brought the end about, see suspicion.py.
     """
 
     retry_after: float
     loudness: Loudness
-    give_up_requests: bool = False
+    accuses_inflight: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,11 @@ class ClaimPolicy:
     A loss shorter than `loss_patience` is only a pause; after it requests fail and new ones are
     refused until a worker is back. Until the first claim, a worker that loads or can't be reached
     yet is asked every `starting_delay`; retries after a loss start at `first_retry_delay` and
-    double up to `longest_retry_delay`. `contention_delay` is the first wait after another
-    controller claimed the worker; it doubles up to `longest_contention_delay` and starts over once
-    a claim has lasted longer than that. A request can kill a worker: after `max_failed_claims`
-    claims in a row that ended with plans in flight and without a single result, the requests that
-    run are given up.
+    double up to `longest_retry_delay`, until a claim has lasted longer than that.
+    `contention_delay` is the first wait after another controller claimed the worker; it doubles up
+    to `longest_contention_delay` and starts over once a claim has lasted longer than that. A
+    request can kill a worker: one that was in flight at `max_failed_claims` ends of claims, without
+    progress in between, is ended.
     """
 
     loss_patience: float = 60.0
@@ -142,8 +147,6 @@ class Claim:
         self._contention = Backoff(policy.contention_delay, policy.longest_contention_delay, jitter)
         self._attached_at: float | None = None
         self._lost_at: float | None = None
-        self._has_result = False
-        self._failed_claims = 0
         self._told_causes: set[str] = set()
 
     @property
@@ -174,33 +177,25 @@ class Claim:
         assert self._attached_at is None, "claimed twice"
         self._attached_at = now
         self._lost_at = None
-        self._has_result = False
         self._told_causes.clear()
 
-    def received_result(self) -> None:
-        """The worker has executed a step: it is good, whatever came before."""
-        self._has_result = True
-        self._retry.reset()
-
-    def ended(self, end: ClaimEnd, now: float, inflight_count: int) -> Verdict:
-        """The claim is over, or an attempt to make one has failed.
-
-        `inflight_count`: plans that were sent and not answered.
-        """
+    def ended(self, end: ClaimEnd, now: float) -> Verdict:
+        """The claim is over, or an attempt to make one has failed."""
         before_first_claim = self._attached_at is None and self._lost_at is None
         was_attached = self._attached_at is not None
-        give_up = False
         if self._attached_at is not None:
-            if now - self._attached_at > self._policy.longest_contention_delay:
+            lasted = now - self._attached_at
+            if lasted > self._policy.longest_contention_delay:
                 self._contention.reset()
+            # Results alone prove nothing: a plan may end each claim some steps after its start.
+            if lasted > self._policy.longest_retry_delay:
+                self._retry.reset()
             self._attached_at = None
             self._lost_at = now - end.seconds_ago
-            if end.kind is not EndKind.CONTESTED:
-                give_up = self._is_poisoned(inflight_count)
         return Verdict(
             retry_after=self._delay(end.kind, before_first_claim),
             loudness=self._loudness(end, was_attached),
-            give_up_requests=give_up,
+            accuses_inflight=was_attached and end.kind in _ACCUSING,
         )
 
     def _delay(self, kind: EndKind, before_first_claim: bool) -> float:
@@ -220,15 +215,5 @@ class Claim:
         if end.cause in self._told_causes:
             return Loudness.SILENT
         self._told_causes.add(end.cause)
-        return Loudness.INFO
-
-    def _is_poisoned(self, inflight_count: int) -> bool:
-        """Counts claims in a row that ended with plans in flight and without a single result."""
-        if self._has_result or not inflight_count:
-            self._failed_claims = 0
-            return False
-        self._failed_claims += 1
-        if self._failed_claims < self._policy.max_failed_claims:
-            return False
-        self._failed_claims = 0
-        return True
+        # What does not pass by waiting is somebody's to mend.
+        return Loudness.WARNING if end.kind is EndKind.REFUSED else Loudness.INFO

@@ -12,7 +12,9 @@ class SchedulerConfig:
     `block_count` includes the null block, which is never handed out. `max_inflight_step_count` is
     how many plans may be ahead of their results; 1 is plain synchronous scheduling. A request that
     has waited for `ageing_seconds` is worth one priority level more. A decoding row verifies up to
-    `max_draft_token_count` drafts of the worker's own drafter in a step; 0: there is none.
+    `max_draft_token_count` drafts of the worker's own drafter in a step; 0: there is none. A plan
+    adds sequences of `max_added_token_count` tokens in all, or one longer one: that bounds its
+    message, and how long both planes' loops are busy with it.
 
     Raises ValueError for values that could not work, among them a pool that cannot hold one
     sequence of the greatest length: that one always fits is what keeps preemption from running in
@@ -29,6 +31,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     ageing_seconds: float = 10.0
     max_draft_token_count: int = 0
+    max_added_token_count: int = 2**18
 
     def __post_init__(self) -> None:
         counts = (
@@ -40,6 +43,7 @@ class SchedulerConfig:
             ("max_waiting_count", self.max_waiting_count, 1),
             ("max_inflight_step_count", self.max_inflight_step_count, 1),
             ("max_draft_token_count", self.max_draft_token_count, 0),
+            ("max_added_token_count", self.max_added_token_count, 1),
         )
         for name, value, least in counts:
             if value < least:

@@ -30,12 +30,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """The end of a sequence. `stop_token_id` is set when one of its own stop tokens ended it."""
+    """The end of a sequence. `stop_token_id` is set when one of its own stop tokens ended it.
+
+    `arithmetic_changed`: it went on with a worker that rounds otherwise than the one before.
+    """
 
     reason: FinishReason
     usage: Usage
     stop_token_id: int | None = None
     detail: str = ""
+    arithmetic_changed: bool = False
 
 
 @dataclass(slots=True)

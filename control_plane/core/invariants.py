@@ -35,6 +35,8 @@ def _check_lists(ledger: Ledger) -> None:
     for sequence in ledger.parked.values():
         name = sequence.sequence_id
         assert sequence.holds and sequence.mask is None, f"{name} is parked, yet may be sampled"
+    for name, sequence in ledger.suspects.items():
+        assert ledger.sequences.get(name) is sequence, f"{name} is a suspect but not live"
     ready = [
         sequence.sequence_id
         for sequence in ledger.running

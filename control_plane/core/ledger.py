@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from control_plane.core.admission import Admission
@@ -39,8 +40,18 @@ class InflightMessage:
     """Drafts that each of `rows` verifies; empty: none does."""
     held_rows: list[Row] = field(default_factory=list)
     """Rows whose logits the step holds: the result brings their names and nothing else."""
+    held: list[Sequence] = field(default_factory=list)
+    """Those of `held_rows`."""
+    chunks: list[tuple[Row, Sequence, int]] = field(default_factory=list)
+    """Rows that compute tokens which they hold already, and the first position they compute."""
     is_step: bool = True
     """Whether the message is a StepPlan. A SamplePlan computes no KV."""
+
+    def members(self) -> Iterator[tuple[Row, Sequence]]:
+        """Every row of the message and its sequence; a row may come twice."""
+        yield from zip(self.rows, self.sequences, strict=True)
+        yield from zip(self.held_rows, self.held, strict=True)
+        yield from ((row, sequence) for row, sequence, _ in self.chunks)
 
 
 class Ledger:
@@ -53,6 +64,11 @@ class Ledger:
         self.parked: dict[SequenceId, Sequence] = {}
         """Those that wait, but not for a row: they made room while they were held, and would only
         be held again before it is known which tokens are allowed."""
+        self.suspects: dict[SequenceId, Sequence] = {}
+        """Live ones that may have ended several claims, in the order of their trials."""
+        self.convictions_in_row = 0
+        self.tokens_at_conviction = 0
+        """`counters.generated_tokens` at the last conviction."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)
@@ -113,8 +129,8 @@ class Ledger:
         self.tell(sequence, "submitted")
 
     def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
-        """Gives the first waiting sequence a row and its cached prefix."""
-        assert sequence is self.waiting.first and not sequence.pending
+        """Gives a waiting sequence a row and its cached prefix."""
+        assert not sequence.pending
         self.waiting.remove(sequence)
         self.pool.share(hits)
         hit_count = len(hits) * self.config.block_size
@@ -187,6 +203,7 @@ class Ledger:
                 self.waiting.remove(sequence)
             sequence.state = SequenceState.OVER
         del self.sequences[sequence.sequence_id]
+        self.suspects.pop(sequence.sequence_id, None)
         self.counters.finished[reason] += 1
         self.tell(sequence, f"over: {reason.value}")
         usage = Usage(
@@ -194,7 +211,7 @@ class Ledger:
             cached_prompt_tokens=sequence.cached_prompt_count or 0,
             completion_tokens=sequence.completion_count,
         )
-        return Finish(reason, usage, stop_token_id, detail)
+        return Finish(reason, usage, stop_token_id, detail, sequence.arithmetic_changed)
 
     def lose_worker(self, *, keep_kv: bool) -> None:
         """Rows and steps in flight are gone; the token logs are what is left.

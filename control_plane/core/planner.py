@@ -17,13 +17,18 @@ from __future__ import annotations
 from control_plane.core.ledger import InflightMessage, Ledger
 from control_plane.core.plan import (
     AddedSequence,
+    BlockId,
     GrammarMasks,
     Row,
     SamplePlan,
     ScheduledRows,
     StepPlan,
 )
-from control_plane.core.sequence import Sequence
+from control_plane.core.sequence import Sequence, SequenceState
+from control_plane.core.suspicion import next_suspect
+
+_MAX_MASK_BYTES = 4 * 1024 * 1024
+"""Of one SamplePlan: the masks of some 200 rows of a large vocabulary."""
 
 
 def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
@@ -31,7 +36,16 @@ def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
 
     Where nothing is in flight and yet nobody can go on, although somebody is not held, held
     sequences are in the way. Those of the last ranks make room, one after another.
+
+    While there are suspects, the plan has one of them and nobody else, and nothing else is in
+    flight.
     """
+    if ledger.suspects:
+        if ledger.inflight:
+            return None
+        suspect = next_suspect(ledger)
+        if suspect is not None:
+            return _plan_trial(ledger, suspect, now)
     while True:
         planner = _Planner(ledger)
         planner.fill(now)
@@ -39,6 +53,17 @@ def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
             break
     if not planner.columns.rows and (ledger.inflight or not ledger.released_rows):
         return None
+    return planner.finish()
+
+
+def _plan_trial(ledger: Ledger, suspect: Sequence, now: float) -> StepPlan:
+    """The next step of a suspect, which has the worker to itself: everybody else makes room."""
+    for sequence in list(ledger.running):
+        if sequence is not suspect:
+            ledger.preempt(sequence)
+    planner = _Planner(ledger)
+    planner.fill_alone(suspect, now)
+    assert planner.columns.rows, "a sequence that runs alone can always go on"
     return planner.finish()
 
 
@@ -50,7 +75,14 @@ def plan_sample(ledger: Ledger) -> SamplePlan | None:
     if not ledger.ready:
         return None
     step_id = next(iter(ledger.ready.values())).last_step
-    sequences = [sequence for sequence in ledger.ready.values() if sequence.last_step == step_id]
+    sequences: list[Sequence] = []
+    mask_bytes = 0
+    for sequence in ledger.ready.values():
+        if sequence.last_step == step_id:
+            mask_bytes += len(sequence.mask or b"")
+            if sequences and mask_bytes > _MAX_MASK_BYTES:
+                break  # the next message brings them
+            sequences.append(sequence)
     rows = [sequence.row for sequence in sequences]
     masked = [(sequence.row, sequence.mask) for sequence in sequences if sequence.mask]
     masks = None
@@ -76,10 +108,12 @@ class _Planner:
 
     __slots__ = (
         "added",
+        "added_token_count",
         "budget",
-        "chunked",
+        "chunks",
         "columns",
         "draft_counts",
+        "held",
         "held_rows",
         "ledger",
         "max_draft_count",
@@ -94,14 +128,16 @@ class _Planner:
         self.budget = ledger.config.max_step_token_count
         self.max_draft_count = ledger.config.max_draft_token_count
         self.added: list[AddedSequence] = []
+        self.added_token_count = 0
         self.columns = ScheduledRows()
         self.sampled: list[Sequence] = []
         self.sampled_rows: list[Row] = []
         self.draft_counts: list[int] = []
         """Of the sampled rows; empty where there is no drafter."""
+        self.held: list[Sequence] = []
         self.held_rows: list[Row] = []
-        self.chunked: list[Sequence] = []
-        """Those whose new full blocks are registered once the plan is complete."""
+        self.chunks: list[tuple[Row, Sequence, int]] = []
+        """Whose new full blocks are registered once the plan is complete, and their starts."""
 
     def fill(self, now: float) -> None:
         """Schedules who runs, and who waits unless room had to be made."""
@@ -110,11 +146,18 @@ class _Planner:
         if self.ledger.counters.preemptions == preemptions:
             self._schedule_waiting(now)
 
+    def fill_alone(self, sequence: Sequence, now: float) -> None:
+        """Schedules one sequence; nobody else may be running."""
+        if sequence.state is SequenceState.RUNNING:
+            self._schedule_running()
+        else:
+            self._start(sequence, self.ledger.cache.lookup(sequence), now)
+
     def finish(self) -> StepPlan:
         """The plan, which is in flight from now on."""
         ledger = self.ledger
         # Registered only now: a hit within the plan would read what this very step writes.
-        for sequence in self.chunked:
+        for _, sequence, _ in self.chunks:
             ledger.cache.register(sequence)
         ledger.last_step_id = self.step_id
         ledger.inflight.append(
@@ -124,6 +167,8 @@ class _Planner:
                 sequences=self.sampled,
                 draft_counts=self.draft_counts,
                 held_rows=self.held_rows,
+                held=self.held,
+                chunks=self.chunks,
             )
         )
         removed_rows, ledger.released_rows = ledger.released_rows, []
@@ -205,30 +250,39 @@ class _Planner:
         """
         ledger = self.ledger
         waiting, running, pool = ledger.waiting, ledger.running, ledger.pool
-        block_size = ledger.config.block_size
+        block_size, most_added = ledger.config.block_size, ledger.config.max_added_token_count
         while self.budget > 0 and waiting and ledger.free_rows:
             sequence = waiting.first
             if sequence.pending:
                 break
+            if self.added and self.added_token_count + len(sequence.token_ids) > most_added:
+                break  # the next plan brings it
             hits = ledger.cache.lookup(sequence)
             wanted = -(-len(sequence.token_ids) // block_size) - len(hits)
             if wanted + len(running) > pool.free_count - pool.count_idle(hits):
                 break
-            ledger.start(sequence, hits)
-            ledger.admission.note_start(now)
-            self.added.append(
-                AddedSequence(
-                    row=sequence.row,
-                    token_ids=sequence.token_ids[:],
-                    prompt_token_count=sequence.prompt_count,
-                    sampling=sequence.request.sampling,
-                    seed=sequence.request.seed,
-                    output=sequence.request.output,
-                    block_ids=list(hits),  # the blocks of the first chunk come as appended ones
-                    computed_token_count=sequence.computed,
-                )
+            self._start(sequence, hits, now)
+
+    def _start(self, sequence: Sequence, hits: list[BlockId], now: float) -> None:
+        """A waiting sequence enters a row behind all that run, and computes its first chunk."""
+        ledger = self.ledger
+        index = len(ledger.running)
+        ledger.start(sequence, hits)
+        ledger.admission.note_start(now)
+        self.added_token_count += len(sequence.token_ids)
+        self.added.append(
+            AddedSequence(
+                row=sequence.row,
+                token_ids=sequence.token_ids[:],
+                prompt_token_count=sequence.prompt_count,
+                sampling=sequence.request.sampling,
+                seed=sequence.request.seed,
+                output=sequence.request.output,
+                block_ids=list(hits),  # the blocks of the first chunk come as appended ones
+                computed_token_count=sequence.computed,
             )
-            self._schedule_chunk(sequence, len(running), self.budget)
+        )
+        self._schedule_chunk(sequence, index, self.budget)
 
     def _schedule_chunk(self, sequence: Sequence, index: int, most: int) -> None:
         """Up to `most` tokens of a sequence whose tokens the worker's row holds already.
@@ -259,7 +313,7 @@ class _Planner:
             columns.open_step_distances.append(0)
         sequence.planned(self.step_id, end)
         self.budget -= end - start
-        self.chunked.append(sequence)
+        self.chunks.append((sequence.row, sequence, start))
         if end == known:
             self._reach_end(sequence, 0)
         counters = ledger.counters
@@ -318,6 +372,7 @@ class _Planner:
         sequence.reached_end(steady=not self.max_draft_count, draft_count=draft_count)
         if sequence.held:
             self.held_rows.append(sequence.row)
+            self.held.append(sequence)
             self.ledger.hold(sequence)
             return
         self.sampled.append(sequence)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, NewType, Protocol
-
-from control_plane.core.ranges import Range
+from typing import NewType, Protocol
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
@@ -31,13 +29,14 @@ class SamplingParams:
     """Resolved: every field has a value. Temperature 0 is greedy, top_k 0 keeps all.
 
     The fields are the proto's SamplingParameters by name, but for the seed, which each sequence has
-    of its own. Validation and conversion go by these names, ranges and defaults.
+    of its own. Validation and conversion go by these names and defaults; twinplane.bounds has the
+    ranges.
     """
 
-    temperature: Annotated[float, Range(0, 100)] = 1.0
-    top_k: Annotated[int, Range(0, 2**32 - 1)] = 0
-    top_p: Annotated[float, Range(0, 1, excludes_minimum=True)] = 1.0
-    min_p: Annotated[float, Range(0, 1)] = 0.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,15 @@ ledger.py keeps the books.
 
 from __future__ import annotations
 
-from control_plane.core import planner, update
+from control_plane.core import planner, succession, suspicion, update
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.ledger import Ledger
 from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import rank_of
+from control_plane.core.succession import Obstacle, Successor
+from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.core.tokens import Tokens
 
 
@@ -103,6 +105,20 @@ class Scheduler:
         """Takes the result of the oldest message in flight. Raises ResultMismatch for any other."""
         return update.apply_result(self._ledger, result)
 
+    def accuse(self, accusation: Accusation, max_strikes: int) -> Judgement:
+        """A claim ended while plans were in flight. Ends those that are surely to blame.
+
+        To be called once for such an end, before `resync`. A sequence is to blame when the worker
+        named it for certain, or when it has been in flight at `max_strikes` such ends without any
+        progress, the last of them alone. It ends with FAULT. The caller ends the rest where the
+        worker is found to be broken.
+        """
+        return suspicion.judge(self._ledger, accusation, max_strikes)
+
+    def obstacles(self, successor: Successor) -> dict[SequenceId, Obstacle]:
+        """Which live sequences can't go on with a worker, and why. The caller ends them."""
+        return succession.obstacles(self._ledger, successor)
+
     def resync(
         self,
         config: SchedulerConfig,
@@ -110,12 +126,15 @@ class Scheduler:
         weight_version: WeightVersion,
         *,
         keep_kv: bool = False,
+        arithmetic_changed: bool = False,
     ) -> list[SequenceOutput]:
         """The worker was lost or replaced: what is in flight is forgotten, everybody starts again.
 
         Running sequences go back to the queue with their token logs and ranks; rows start empty,
-        step ids at 1. The result is empty unless the new worker holds shorter sequences than the
-        old one did: a sequence that is longer already ends here.
+        step ids at 1. Those that have `obstacles` are over already. The result is empty unless
+        the new worker holds shorter sequences than the old one did: a sequence that is as long
+        already ends here. `arithmetic_changed`: the worker rounds otherwise than the last one, and
+        the ends of those that have tokens will say so.
 
         With `keep_kv` the blocks keep their content, less what steps in flight may have written,
         and the prefix cache still finds it. The caller knows that this is the same life of the same
@@ -138,6 +157,7 @@ class Scheduler:
             if not keep_kv:
                 sequence.cache_root = ledger.cache.root(request.cache_salt)
                 sequence.block_hashes.clear()
+            sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0
         ledger.waiting.reorder()
         return [
             SequenceOutput(
@@ -179,7 +199,7 @@ class Scheduler:
             {
                 sequence.sequence_id
                 for message in self._ledger.inflight
-                for sequence in message.sequences
+                for _, sequence in message.members()
             }
         )
 

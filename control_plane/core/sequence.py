@@ -86,12 +86,23 @@ class Sequence:
     """Leading `blocks` that were hits or were offered to the prefix cache."""
     furthest: int = 0
     """The most tokens that ever were computed or cached: what lies below is recomputation."""
+    strikes: int = 0
+    """Claims in a row that ended while it was in flight and had made no progress: suspicion.py."""
+    strike_mark: int = -1
+    """How far it had come at the last strike, see `reached`."""
+    arithmetic_changed: bool = False
+    """A worker that rounds otherwise went on with it, behind tokens of another."""
     cached_prompt_count: int | None = None
     """Prompt tokens found in the prefix cache when first scheduled; None before."""
 
     @property
     def completion_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def reached(self) -> int:
+        """Tokens up to which it is known that a worker can execute it. Nothing is in flight."""
+        return len(self.token_ids) if self.caught_up else self.computed
 
     @property
     def holds(self) -> bool:

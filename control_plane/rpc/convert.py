@@ -103,6 +103,17 @@ def message_to_pb(message: Message) -> model_runner_pb2.ExecuteRequest:
             assert_never(message)
 
 
+def unsendable_rows(message: Message) -> list[Row]:
+    """The rows of added sequences that have a number which its field can't hold."""
+    rows = []
+    for sequence in message.added if isinstance(message, StepPlan) else ():
+        try:
+            _added_to_pb(sequence)
+        except ValueError:
+            rows.append(sequence.row)
+    return rows
+
+
 def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
     """The result in an answer of the pipeline. The core checks that it fits the message."""
     if response.HasField("sample"):
@@ -141,6 +152,7 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
         ),
         rank_count=max(ranks.tensor_size, 1) * max(ranks.pipeline_size, 1),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
+        arithmetic=info.arithmetic,
     )
 
 
@@ -154,14 +166,14 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
         row=sequence.row,
         token_ids=sequence.token_ids,
         prompt_token_count=sequence.prompt_token_count,
-        sampling=_sampling_to_pb(sequence.sampling, sequence.seed),
+        sampling=sampling_to_pb(sequence.sampling, sequence.seed),
         output=_output_kind_to_pb(sequence.output),
         block_ids=sequence.block_ids,
         computed_token_count=sequence.computed_token_count,
     )
 
 
-def _sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
+def sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
     """Copies fields by name."""
     values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     return types_pb2.SamplingParameters(seed=seed, **values)

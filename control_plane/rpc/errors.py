@@ -25,7 +25,12 @@ from control_plane.shell.engine import (
     EngineLost,
     VocabularyMismatch,
 )
-from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
+from control_plane.text.errors import (
+    ControlTokenWritten,
+    NoChatTemplate,
+    TemplateFailed,
+    TextBusy,
+)
 from twinplane.common.v1 import errors_pb2 as reasons
 from twinplane.errors import Violation
 from twinplane.grpc.status import Status, reason_name
@@ -91,6 +96,11 @@ def status_of(error: Exception) -> Status | None:
         case TemplateFailed():
             violation = Violation("chat.messages", message)
             return _invalid(reasons.ERROR_REASON_TEMPLATE_FAILED, message, violation)
+        case ControlTokenWritten(written=written):
+            path = "" if written is None else f"[{written.index}].{written.field}"
+            violation = Violation(f"chat.messages{path}", message)
+            description = f"{violation.field} {message}"
+            return _invalid(reasons.ERROR_REASON_INVALID_FIELD, description, violation)
         case NoChatTemplate():
             violation = Violation("chat", message)
             return _invalid(reasons.ERROR_REASON_NO_CHAT_TEMPLATE, message, violation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
 
 import grpc
@@ -28,7 +28,9 @@ from control_plane.rpc.validation import (
     check_generate,
     check_model,
     check_prompt,
+    check_stop_strings,
     check_tokenize,
+    check_tokens,
 )
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
@@ -39,6 +41,10 @@ from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
 from twinplane.grpc.interceptors import REQUEST_ID
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
+
+_MAX_DELTA_CHARACTERS = 2**18
+_MAX_DELTA_TOKENS = 2**16
+"""Of one message: more gathers only for a reader that is slow for long."""
 
 GenerateContext = grpc.aio.ServicerContext[
     inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
@@ -89,11 +95,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = check_model(request.model, self._engine.served_model())
         call = check_generate(request, model)
         token_ids = await self._encode(call.prompt)
-        max_tokens = check_prompt(call.prompt, len(token_ids), call.stop, model)
-        core_request = self._core_request(
-            call, RequestId(request_id), token_ids, max_tokens, arrival
+        max_tokens = check_prompt(call.prompt, token_ids, call.stop, model)
+        ends = self._text.ends(
+            chat=isinstance(call.prompt, ChatPrompt), ignored=call.stop.ignore_end_of_sequence
         )
-        stream = TokenStream(self._text.assembler(call.stop.strings), self._turns)
+        check_stop_strings(call.stop, lambda string: self._text.can_write(string, ends))
+        core_request = self._core_request(
+            call, RequestId(request_id), token_ids, max_tokens, ends.ids, arrival
+        )
+        assembler = self._text.assembler(call.stop.strings, token_ids, ends)
+        stream = TokenStream(assembler, self._turns)
         self._engine.submit(core_request, stream)
         try:
             await context.write(_started(core_request, model))
@@ -112,6 +123,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = check_model(request.model, self._engine.served_model())
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
+        check_tokens(call.prompt, token_ids, model)
         return inference_pb2.TokenizeResponse(
             token_ids=token_ids, max_sequence_token_count=model.max_sequence_token_count
         )
@@ -162,17 +174,15 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id: RequestId,
         token_ids: Sequence[int],
         max_tokens: int,
+        end_of_sequence_ids: frozenset[int],
         arrival: float,
     ) -> Request:
-        ends = frozenset[int]()
-        if not call.stop.ignore_end_of_sequence:
-            ends = self._text.end_of_sequence_ids
         return Request(
             request_id=request_id,
             prompt_token_ids=array("I", token_ids),
             sampling=call.sampling,
             seed=self._new_seed() if call.seed is None else call.seed,
-            stop=StopConditions(max_tokens, call.stop.token_ids, ends),
+            stop=StopConditions(max_tokens, call.stop.token_ids, end_of_sequence_ids),
             arrival=arrival,
             priority=call.priority,
             cache_salt=call.cache_salt,
@@ -195,18 +205,26 @@ async def _send(context: GenerateContext, stream: TokenStream) -> None:
     """Sends all that the stream has ready, again and again, until the stream ends."""
     while True:
         delta = await stream.take()
-        if delta.tokens.ids or delta.text:
-            await context.write(_delta(delta))
+        for message in _deltas(delta):
+            await context.write(message)
         if delta.finish is not None:
             finished = _finished(delta.finish, delta.stop_string)
             await context.write(inference_pb2.GenerateResponse(finished=finished))
             return
 
 
-def _delta(delta: Delta) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        delta=inference_pb2.GenerationDelta(text=delta.text, token_ids=delta.tokens.ids)
-    )
+def _deltas(delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
+    """What has gathered, in messages that any client takes: gRPC's default is 4 MB."""
+    text, token_ids = delta.text, delta.tokens.ids
+    count = max(-(-len(text) // _MAX_DELTA_CHARACTERS), -(-len(token_ids) // _MAX_DELTA_TOKENS))
+    for part in range(count):
+        characters, tokens = part * _MAX_DELTA_CHARACTERS, part * _MAX_DELTA_TOKENS
+        yield inference_pb2.GenerateResponse(
+            delta=inference_pb2.GenerationDelta(
+                text=text[characters : characters + _MAX_DELTA_CHARACTERS],
+                token_ids=token_ids[tokens : tokens + _MAX_DELTA_TOKENS],
+            )
+        )
 
 
 def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResponse:
@@ -238,6 +256,7 @@ def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generati
         stop_string=stop_string,
         stop_token_id=finish.stop_token_id if stop_string is None else None,
         usage=_usage(finish.usage),
+        arithmetic_changed=finish.arithmetic_changed,
     )
 
 

@@ -1,24 +1,24 @@
 """Checks request messages against every rule of inference.proto, and turns them into values.
 
 A refusal reports the first eight broken rules of the message together, each with its field's path.
-`check_prompt` checks what depends on the prompt's token count, once that is known.
+`check_prompt` and `check_stop_strings` check what depends on the model's tokenizer.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from control_plane.core.ranges import ranges_of
 from control_plane.core.request import SamplingParams
 from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
+from twinplane.bounds import SAMPLING_RANGES
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
@@ -28,12 +28,13 @@ CHARACTERS_PER_TOKEN = 32
 
 _MAX_REPORTED = 8
 _MAX_PRIORITY = 100
+_MAX_MESSAGES = 4096
+"""Of a chat: looking at each takes about a microsecond of the event loop."""
 _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_SALT_BYTES = 128
 _MAX_REQUEST_ID_CHARACTERS = 128
-_SAMPLING_RANGES = ranges_of(SamplingParams)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,12 +161,11 @@ def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -
     return GenerateCall(prompt, sampling, seed, stop, request.priority, request.cache_salt)
 
 
-def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedModel) -> int:
-    """Returns the most tokens to generate after a prompt of `token_count` tokens.
-
-    Raises InvalidRequest.
-    """
+def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: ServedModel) -> int:
+    """Returns the most tokens to generate after a prompt of these tokens. Raises InvalidRequest."""
     checker = _Checker()
+    token_count = len(token_ids)
+    _known_to_model(checker, prompt, token_ids, model)
     room = model.max_sequence_token_count - token_count
     checker.require(token_count > 0, prompt.field, "gives no tokens")
     checker.require(
@@ -183,6 +183,23 @@ def check_prompt(prompt: Prompt, token_count: int, stop: Stop, model: ServedMode
         )
     checker.raise_if_any()
     return room if stop.max_tokens is None else stop.max_tokens
+
+
+def check_tokens(prompt: Prompt, token_ids: Sequence[int], model: ServedModel) -> None:
+    """Checks that the model can take what the tokenizer has made. Raises InvalidRequest."""
+    checker = _Checker()
+    _known_to_model(checker, prompt, token_ids, model)
+    checker.raise_if_any()
+
+
+def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
+    """Refuses those that could never be found. Raises InvalidRequest."""
+    checker = _Checker()
+    for index, string in enumerate(stop.strings):
+        checker.require(
+            can_write(string), f"stop.strings[{index}]", "no tokens of the model give this text"
+        )
+    checker.raise_if_any()
 
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
@@ -245,29 +262,39 @@ def _token_prompt(
 
 def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
     checker.known_fields(chat, "chat.")
-    checker.require(len(chat.messages) > 0, "chat.messages", "is empty")
-    for index, message in enumerate(chat.messages):
-        path = f"chat.messages[{index}]"
-        checker.known_fields(message, f"{path}.")
-        if not checker.require(message.role != "", f"{path}.role", "is empty"):
+    count = len(chat.messages)
+    checker.require(count > 0, "chat.messages", "is empty")
+    if not checker.require(
+        count <= _MAX_MESSAGES,
+        "chat.messages",
+        f"has {count} messages, at most {_MAX_MESSAGES} are allowed",
+    ):
+        return ChatPrompt(())
+    turns = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
+    known = inference_pb2.Chat()
+    known.CopyFrom(chat)
+    known.DiscardUnknownFields()
+    if known.ByteSize() < chat.ByteSize():
+        for index, message in enumerate(chat.messages):
+            checker.known_fields(message, f"chat.messages[{index}].")
+    for index, turn in enumerate(turns):
+        if not checker.require(turn.role != "", f"chat.messages[{index}].role", "is empty"):
             break  # one violation is enough: a chat may have thousands of messages
-    length = sum(len(message.role) + len(message.content) for message in chat.messages)
+    length = sum(len(turn.role) + len(turn.content) for turn in turns)
     _text_length(checker, length, "chat.messages", model)
-    return ChatPrompt(
-        tuple(ChatMessage(message.role, message.content) for message in chat.messages)
-    )
+    return ChatPrompt(turns)
 
 
 def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
     checker.known_fields(message, "sampling.")
-    given = {field.name: value for field, value in message.ListFields() if field.name != "seed"}
-    sampling = SamplingParams(**given)
-    for name, allowed in _SAMPLING_RANGES.items():
-        value = getattr(sampling, name)
+    given = {field.name: value for field, value in message.ListFields()}
+    for name, value in given.items():
+        allowed = SAMPLING_RANGES[name]
         checker.require(
             value in allowed, f"sampling.{name}", f"{_number(value)} is not in {allowed}"
         )
-    return sampling
+    given.pop("seed", None)
+    return SamplingParams(**given)
 
 
 def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
@@ -322,6 +349,21 @@ def _in_vocabulary(
         largest < model.vocabulary_size,
         field,
         f"{largest} is not in the vocabulary of {model.vocabulary_size} tokens",
+    )
+
+
+def _known_to_model(
+    checker: _Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
+) -> None:
+    """The tokenizer may have tokens that were never trained: the model has no embedding of them."""
+    if isinstance(prompt, TokenPrompt):
+        return  # was checked already
+    largest = max(token_ids, default=0)
+    checker.require(
+        largest < model.vocabulary_size,
+        prompt.field,
+        f"gives token {largest}, which the model's vocabulary of {model.vocabulary_size} tokens"
+        " lacks",
     )
 
 

@@ -20,7 +20,9 @@ from control_plane.shell.ports import (
     RefusalReason,
     WorkerLost,
     WorkerRefused,
+    WorkerUnusable,
 )
+from twinplane.bounds import MAX_EPOCH
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
 from twinplane.grpc.status import Status, read, read_ended
 from twinplane.worker.v1 import (
@@ -30,6 +32,9 @@ from twinplane.worker.v1 import (
 )
 
 CONTRACT_VERSION = 1
+
+_MAX_DIGITS = 20
+"""Of a 64-bit number."""
 
 _CHANNEL_OPTIONS = (
     *WORKER_CONNECTION_OPTIONS,
@@ -63,7 +68,8 @@ class GrpcWorker:
     async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
 
-        Raises WorkerLost, or WorkerRefused, e.g. with STALE_EPOCH.
+        Raises WorkerLost, WorkerRefused, e.g. with STALE_EPOCH, or WorkerUnusable, when no epoch is
+        left.
         """
         await self.detach()
         channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
@@ -76,6 +82,11 @@ class GrpcWorker:
                     model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout
                 )
                 epoch = max(answer.worker_info.epoch, self._last_epoch) + 1
+            if epoch > MAX_EPOCH:
+                raise WorkerUnusable(
+                    "somebody has claimed the worker under its last epoch, so that no claim can "
+                    "follow: restart the worker"
+                )
             attached = await stub.Attach(
                 model_runner_pb2.AttachRequest(
                     epoch=epoch,
@@ -99,7 +110,13 @@ class GrpcWorker:
         """Writes a message to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
         call = self._pipeline()
         try:
-            await call.write(convert.message_to_pb(message))
+            request = convert.message_to_pb(message)
+        except ValueError as error:  # a number that its field can't hold, which is a bug of ours
+            rows = convert.unsendable_rows(message)
+            reason = RefusalReason.INVALID_PLAN
+            raise WorkerRefused(reason, f"not sent: {error}", message.step_id, rows) from error
+        try:
+            await call.write(request)
         except asyncio.InvalidStateError as error:  # the call has ended; its status says why
             raise await _ended(call) from error
         except grpc.aio.AioRpcError as error:
@@ -153,7 +170,20 @@ def _translate(status: Status) -> WorkerLost | WorkerRefused:
         return WorkerLost(f"{status.code.name}: {status.message}")
     reason = RefusalReason(status.reason)
     known = reason is not RefusalReason.UNKNOWN
-    return WorkerRefused(reason, status.message if known else f"{status.reason}: {status.message}")
+    message = status.message if known else f"{status.reason}: {status.message}"
+    step_ids = _numbers(status.metadata.get("step_id", ""))
+    rows = _numbers(status.metadata.get("rows", ""))
+    return WorkerRefused(reason, message, step_ids[0] if step_ids else 0, rows)
+
+
+def _numbers(text: str) -> list[int]:
+    """Comma-separated numbers; none where any of them is something else."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(map(_is_number, parts)) else []
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
 async def _ended(call: Any) -> WorkerLost | WorkerRefused:

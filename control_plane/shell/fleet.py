@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -30,6 +30,7 @@ from control_plane.shell.engine import (
 from control_plane.shell.ports import Clock, Metrics, Worker
 from control_plane.shell.replica import Replica, ReplicaSettings
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.successor import FailureKind
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Fleet:
     def served_model(self) -> ServedModel | None:
         """The model that answers; a worker lost only shortly ago still counts.
 
-        Its length is what every replica that answers can hold.
+        Its length and its vocabulary are what every replica that answers has.
         """
         attached_first = sorted(self.replicas, key=lambda replica: not replica.attached)
         models = [m for replica in attached_first if (m := replica.model()) is not None]
@@ -104,6 +105,7 @@ class Fleet:
             models[0],
             name=self._served_model_name or models[0].name,
             max_sequence_token_count=min(model.max_sequence_token_count for model in models),
+            vocabulary_size=min(model.vocabulary_size for model in models),
         )
 
     def submit(self, request: Request, stream: TokenStream) -> None:
@@ -194,15 +196,21 @@ class Fleet:
             if output.finish is not None:
                 self._forget(output.sequence_id)
 
-    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
-        """Fails a replica's sequences, or those of them that have tokens already."""
+    def fail(
+        self,
+        replica: Replica,
+        why: str,
+        *,
+        only: Collection[SequenceId] | None = None,
+        kind: FailureKind = EngineLost,
+    ) -> None:
+        """Fails a replica's sequences, or some of them."""
         failing = [
             sequence_id
             for sequence_id, sequence in self._sequences.items()
-            if sequence.replica is replica
-            and (sequence.last_token_at is not None or not mid_stream_only)
+            if sequence.replica is replica and (only is None or sequence_id in only)
         ]
-        self._fail(failing, EngineLost, why)
+        self._fail(failing, kind, why)
 
     def changed(self, replica: Replica) -> None:
         """A replica's worker was attached or lost."""
@@ -224,9 +232,7 @@ class Fleet:
                 return self.replicas[number]
         raise refusal
 
-    def _fail(
-        self, sequence_ids: Iterable[SequenceId], kind: type[EngineError], message: str
-    ) -> None:
+    def _fail(self, sequence_ids: Iterable[SequenceId], kind: FailureKind, message: str) -> None:
         for sequence_id in sequence_ids:
             sequence = self._sequences[sequence_id]
             sequence.stream.fail(kind(message))

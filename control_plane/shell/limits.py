@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerUnusable
+from twinplane.bounds import WORKER_MESSAGE_BYTES
+
+_ENVELOPE_BYTES = 4 * 1024 * 1024
+"""Of a message's bytes, what is kept for all but one sequence's tokens and blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +46,8 @@ def _smallest_limits(
     settings: SchedulingSettings, info: WorkerInfo, pool: MemoryPool
 ) -> SchedulerConfig:
     pool_token_count = (pool.block_count - 1) * pool.block_size
+    bytes_per_token = _varint_bytes(info.vocabulary_size)
+    bytes_per_token += -(-_varint_bytes(pool.block_count) // max(pool.block_size, 1))
     return SchedulerConfig(
         max_sequence_count=_smaller(settings.max_sequence_count, info.max_sequence_count),
         max_step_token_count=_smaller(settings.max_step_token_count, info.max_step_token_count),
@@ -50,6 +56,8 @@ def _smallest_limits(
             # A preempted sequence is added again whole, output and all.
             info.max_prompt_token_count,
             pool_token_count,
+            # Added whole, it has to fit one message.
+            (WORKER_MESSAGE_BYTES - _ENVELOPE_BYTES) // bytes_per_token,
         ),
         block_count=pool.block_count,
         block_size=pool.block_size,
@@ -60,6 +68,11 @@ def _smallest_limits(
         enable_prefix_caching=settings.enable_prefix_caching,
         ageing_seconds=settings.ageing_seconds,
     )
+
+
+def _varint_bytes(number: int) -> int:
+    """What a number up to this takes in a packed field."""
+    return max(1, -(-number.bit_length() // 7))
 
 
 def _smaller(configured: int | None, limit: int) -> int:

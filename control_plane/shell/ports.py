@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
 from control_plane.core.events import Stats
-from control_plane.core.plan import Message, StepResult, WeightVersion
+from control_plane.core.plan import Message, Row, StepResult, WeightVersion
 
 HELD_SAMPLING = "held_sampling"
 """The feature that a request with masks needs."""
@@ -20,7 +20,7 @@ class WorkerInfo:
 
     `features` are the contract's names in lower case, those that this controller does not know
     too. `rank_count`: how many workers execute a plan together with this one, itself included.
-    `device` is for people.
+    `device` is for people. `arithmetic` names how results round; empty: the worker does not say.
     """
 
     worker_id: str
@@ -37,6 +37,7 @@ class WorkerInfo:
     features: frozenset[str]
     rank_count: int
     device: str
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,21 +110,31 @@ class RefusalReason(StrEnum):
 
 
 class WorkerRefused(Exception):
-    """The worker refused a message and said why."""
+    """The worker refused a message and said why.
 
-    def __init__(self, reason: RefusalReason, message: str) -> None:
+    `step_id` is the refused message's, 0 when the worker did not say. `rows` are those of it that
+    are to blame, as far as the worker can say.
+    """
+
+    def __init__(
+        self, reason: RefusalReason, message: str, step_id: int = 0, rows: Sequence[int] = ()
+    ) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason = reason
+        self.step_id = step_id
+        self.rows = tuple(map(Row, rows))
 
 
 class WorkerUnusable(Exception):
-    """The worker answers, but this controller's settings and the worker's limits leave no room to
-    run anything.
+    """The worker answers, but nothing can run on it: this controller's settings and the worker's
+    limits leave no room, or it can't be claimed again.
     """
 
 
 class Worker(Protocol):
-    """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused."""
+    """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused, and
+    `attach` may raise WorkerUnusable.
+    """
 
     async def attach(self, epoch: int | None = None) -> Attachment:
         """Claims the worker, by default one epoch above its current, and opens the pipeline."""

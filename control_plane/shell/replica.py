@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -20,7 +20,6 @@ from typing import Any, Protocol, TypeVar
 from control_plane.core import invariants
 from control_plane.core.claim import (
     Claim,
-    ClaimEnd,
     ClaimPolicy,
     ClaimState,
     EndKind,
@@ -34,6 +33,7 @@ from control_plane.core.placement import Load
 from control_plane.core.plan import StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
+from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
@@ -43,31 +43,37 @@ from control_plane.shell.ports import (
     Attachment,
     Clock,
     Metrics,
-    RefusalReason,
     Worker,
     WorkerLost,
     WorkerRefused,
-    WorkerSilent,
     WorkerUnusable,
 )
-from twinplane.process.logs import Field, fields
+from control_plane.shell.successor import (
+    FAILURES,
+    ArithmeticChange,
+    FailureKind,
+    successor_of,
+    unfit,
+)
+from twinplane.process.logs import fields
 
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
-
-_ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSettings:
     """How a replica schedules and how it behaves towards its worker.
 
-    `check_invariants`: audit the core whenever it is idle (tests).
+    `arithmetic_change`: what becomes of generations with tokens when their worker comes back with
+    the same weights and rounds otherwise. `check_invariants`: audit the core whenever it is idle
+    (tests).
     """
 
     scheduling: SchedulingSettings = field(default_factory=SchedulingSettings)
     claim: ClaimPolicy = field(default_factory=ClaimPolicy)
+    arithmetic_change: ArithmeticChange = ArithmeticChange.END
     check_invariants: bool = False
 
 
@@ -78,8 +84,15 @@ class ReplicaListener(Protocol):
         """These sequences got tokens, or ended."""
         ...
 
-    def fail(self, replica: Replica, why: str, *, mid_stream_only: bool = False) -> None:
-        """The replica can't go on with its sequences, or with those that have tokens already.
+    def fail(
+        self,
+        replica: Replica,
+        why: str,
+        *,
+        only: Collection[SequenceId] | None = None,
+        kind: FailureKind = EngineLost,
+    ) -> None:
+        """The replica can't go on with its sequences, or with some of them.
 
         All of them are finished, with FAULT, before this returns.
         """
@@ -237,7 +250,6 @@ class Replica:
             event = self._inbox.popleft()
             if isinstance(event, Exception):
                 raise event
-            self._claim.received_result()
             now = self._clock()
             self._listener.deliver(self._scheduler().update(event), now)
             control_seconds = self._planning_seconds + self._clock() - now
@@ -292,38 +304,38 @@ class Replica:
         if self._core is None or before is None or last is None:
             self._core = Scheduler(config, info.epoch, info.weight_version)
             return False
-        if before.vocabulary_size != info.vocabulary_size:
-            self._listener.fail(self, "the worker came back with another model")
-        elif before.weight_version.digest != info.weight_version.digest:
-            why = "the worker came back with other weights"
-            self._listener.fail(self, why, mid_stream_only=True)
+        successor = successor_of(config, info, last.info, self._settings.arithmetic_change)
+        for obstacle, ids in unfit(self._core, successor, self.number):
+            kind = FAILURES.get(obstacle, EngineLost)
+            self._listener.fail(self, obstacle.value, only=ids, kind=kind)
         kv_kept = self._only_disconnected and attachment.has_kv_of(last)
-        outputs = self._core.resync(config, info.epoch, info.weight_version, keep_kv=kv_kept)
+        outputs = self._core.resync(
+            config,
+            info.epoch,
+            info.weight_version,
+            keep_kv=kv_kept,
+            arithmetic_changed=info.arithmetic != last.info.arithmetic,
+        )
         self._listener.deliver(outputs, self._clock())
         return kv_kept
 
-    def _end_claim(self, error: _ClaimError) -> Verdict:
+    def _end_claim(self, error: ClaimError) -> Verdict:
         """Notes that the claim, or an attempt to make one, is over."""
         was_attached = self._claim.is_attached
-        end = _end_of(error)
-        inflight_count = 0 if self._core is None else self._core.inflight_count
-        verdict = self._claim.ended(end, self._clock(), inflight_count)
+        end = end_of(error)
+        verdict = self._claim.ended(end, self._clock())
         if was_attached:
             self._only_disconnected = end.kind is EndKind.UNREACHABLE
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
-            _log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
-        if verdict.give_up_requests:
-            _logger.error(
-                "requests given up: no worker could execute them",
-                extra=fields(
-                    replica=self.number,
-                    sequence_count=_sequence_count(self.stats()),
-                    story="; ".join(self._scheduler().inflight_story()),
-                ),
-            )
-            self._listener.fail(self, "the worker failed several times on this request")
+            log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
+        if verdict.accuses_inflight:
+            most = self._settings.claim.max_failed_claims
+            judgement = end_guilty(self._scheduler(), error, most, self.number)
+            self._listener.deliver(judgement.convicted, self._clock())
+            if judgement.worker_is_broken:
+                self._listener.fail(self, "the worker fails on every request")
         return verdict
 
     async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
@@ -343,39 +355,3 @@ class Replica:
 
 def _sequence_count(stats: Stats | None) -> int:
     return 0 if stats is None else stats.running + stats.waiting
-
-
-def _end_of(error: _ClaimError) -> ClaimEnd:
-    """An error of the worker's as the claim takes it."""
-    match error:
-        case WorkerSilent():
-            return ClaimEnd(EndKind.UNREACHABLE, str(error), error.seconds)
-        case WorkerLost():
-            return ClaimEnd(EndKind.UNREACHABLE, str(error))
-        case WorkerRefused(reason=RefusalReason.STALE_EPOCH):
-            return ClaimEnd(EndKind.CONTESTED, error.reason)
-        case WorkerRefused(reason=RefusalReason.WORKER_LOADING):
-            return ClaimEnd(EndKind.LOADING, error.reason)
-        case WorkerRefused():
-            return ClaimEnd(EndKind.REFUSED, error.reason)
-        case WorkerUnusable() | ResultMismatch():
-            return ClaimEnd(EndKind.REFUSED, str(error))
-
-
-def _log_end(
-    end: ClaimEnd, error: _ClaimError, verdict: Verdict, replica: int, sequence_count: int
-) -> None:
-    details: dict[str, Field] = {
-        "replica": replica,
-        "error": str(error),
-        "retry_seconds": round(verdict.retry_after, 3),
-        "sequence_count": sequence_count,
-    }
-    if isinstance(error, ResultMismatch):
-        details["story"] = "; ".join(error.story)
-    contested = end.kind is EndKind.CONTESTED
-    _logger.log(
-        logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
-        "another controller claimed the worker" if contested else "no worker",
-        extra=fields(**details),
-    )

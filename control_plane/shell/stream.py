@@ -8,10 +8,10 @@ is needed. What gathers is bounded by the request's own token limit.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from control_plane.core.events import Finish
+from control_plane.core.events import Finish, FinishReason
 from control_plane.core.request import StopScanner
 from control_plane.core.tokens import Tokens
 
@@ -146,6 +146,9 @@ class TokenStream:
         if finish is None:
             return Delta(sink.drain(), tokens)
         sink.finish()
+        if sink.stop_string is not None and finish.reason is FinishReason.LENGTH:
+            # It has come about with the end: by U+FFFD for a character that stays incomplete.
+            finish = replace(finish, reason=FinishReason.STOP)
         return Delta(sink.drain(), tokens, finish, sink.stop_string)
 
     def _gathered(self) -> Tokens:

@@ -4,6 +4,7 @@ TextError
 ├── ModelFilesInvalid   a file that text work needs is missing or unusable: at start only
 ├── TextTooLong         a text is longer than the limit, which the message quotes
 ├── TemplateFailed      the chat template refused the messages, broke, or cost too much
+├── ControlTokenWritten a message's text can't be told from a control token of the model
 ├── NoChatTemplate      the model has none that can be used
 └── TextBusy            too much text work waits: try again after `retry_after` seconds
 
@@ -11,6 +12,8 @@ Messages never hold what a client sent.
 """
 
 from __future__ import annotations
+
+from control_plane.text.chat_template import Written
 
 
 class TextError(Exception):
@@ -32,6 +35,20 @@ class TextTooLong(TextError):
 
 class TemplateFailed(TextError):
     """The chat template did not render these messages."""
+
+
+class ControlTokenWritten(TextError):
+    """A message has a control token's text, and there is no way to take it as text.
+
+    `written` says where; None: it is not known.
+    """
+
+    def __init__(self, written: Written | None) -> None:
+        super().__init__(
+            "has the text of a token that gives this model's chats their structure, and it can't be"
+            " taken as text here"
+        )
+        self.written = written
 
 
 class NoChatTemplate(TextError):

@@ -1,21 +1,27 @@
 """Reads what text work needs from a model's folder, in Hugging Face's layout.
 
-tokenizer.json is required. tokenizer_config.json, chat_template.jinja, generation_config.json and
-config.json are read when they exist.
+tokenizer.json is required. tokenizer_config.json, special_tokens_map.json, generation_config.json,
+config.json and the files that hold a chat template are read when they exist.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
 from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.control_tokens import added_tokens
+from control_plane.text.end_of_sequence import EndTokens, read_end_tokens
 from control_plane.text.errors import ModelFilesInvalid
+from control_plane.text.json_files import read_object
+from control_plane.text.template_files import (
+    class_defaults,
+    read_special_tokens,
+    read_template,
+)
 from control_plane.text.tokenizer import Tokenizer
 
 
@@ -28,94 +34,46 @@ class TextModel:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
-    end_of_sequence_ids: frozenset[int]
+    ends: EndTokens
 
 
 def load_text_model(folder: Path) -> TextModel:
     """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid."""
-    tokenizer = _load_tokenizer(folder / "tokenizer.json")
-    tokenizer_config = _load_json(folder / "tokenizer_config.json")
-    special_tokens = _special_tokens(tokenizer_config)
-    template = _template(folder / "chat_template.jinja", tokenizer_config, special_tokens)
-    return TextModel(tokenizer, template, _end_of_sequence_ids(folder, tokenizer, special_tokens))
+    backend = _load_backend(folder / "tokenizer.json")
+    tokenizer_config = read_object(folder / "tokenizer_config.json")
+    special_tokens_map = read_object(folder / "special_tokens_map.json")
+    defaults = class_defaults(
+        tokenizer_config,
+        read_object(folder / "config.json"),
+        byte_level="ByteLevel" in f"{backend.pre_tokenizer}{backend.decoder}",
+    )
+    special_tokens = read_special_tokens(tokenizer_config, special_tokens_map, defaults)
+    _add_named(backend, special_tokens.texts)
+    tokenizer = Tokenizer(backend)
+    template = read_template(folder, tokenizer_config, special_tokens.named)
+    if template is not None:
+        added = added_tokens(backend, special_tokens.texts, template.source)
+        template = replace(template, added_tokens=added)
+    ends = read_end_tokens(
+        folder,
+        tokenizer.id_of,
+        tokenizer.token_count,
+        eos_token=special_tokens.named.get("eos_token"),
+    )
+    return TextModel(tokenizer, template, ends)
 
 
-def _load_tokenizer(path: Path) -> Tokenizer:
+def _load_backend(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise ModelFilesInvalid(f"{path} is missing")
     try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
+        return tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # `tokenizers` raises a bare Exception for every fault
         raise ModelFilesInvalid(f"{path} can't be read: {error}") from error
-    return Tokenizer(backend)
 
 
-def _load_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelFilesInvalid(f"{path} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelFilesInvalid(f"{path} is not a JSON object")
-    return value
-
-
-def _special_tokens(tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and so on, each written as a string or as an object with `content`."""
-    tokens = {}
-    for name, value in tokenizer_config.items():
-        if not name.endswith("_token"):
-            continue
-        if isinstance(value, dict):
-            value = value.get("content")
-        if isinstance(value, str):
-            tokens[name] = value
-    return tokens
-
-
-def _template(
-    path: Path, tokenizer_config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> ChatTemplate | None:
-    if path.is_file():
-        try:
-            source = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ModelFilesInvalid(f"{path} is not UTF-8") from error
-        return ChatTemplate(source, special_tokens, path.name)
-    configured = _configured_template(tokenizer_config)
-    if configured is None:
-        return None
-    return ChatTemplate(configured, special_tokens, "tokenizer_config.json")
-
-
-def _configured_template(tokenizer_config: Mapping[str, Any]) -> str | None:
-    match tokenizer_config.get("chat_template"):
-        case None:
-            return None
-        case str(source):
-            return source
-        case [*templates]:
-            named = [t for t in templates if isinstance(t, dict) and t.get("name") == "default"]
-            return named[0].get("template") if named else None
-        case _:
-            raise ModelFilesInvalid("tokenizer_config.json: chat_template is not a template")
-
-
-def _end_of_sequence_ids(
-    folder: Path, tokenizer: Tokenizer, special_tokens: Mapping[str, str]
-) -> frozenset[int]:
-    """From the first that names any: generation_config.json, config.json, or eos_token."""
-    for name in ("generation_config.json", "config.json"):
-        match _load_json(folder / name).get("eos_token_id"):
-            case None:
-                continue
-            case int(token_id):
-                return frozenset((token_id,))
-            case [*token_ids] if all(isinstance(token_id, int) for token_id in token_ids):
-                return frozenset(token_ids)
-            case _:
-                raise ModelFilesInvalid(f"{folder / name}: eos_token_id is not a token id")
-    named = tokenizer.id_of(special_tokens.get("eos_token", ""))
-    return frozenset() if named is None else frozenset((named,))
+def _add_named(backend: tokenizers.Tokenizer, texts: Set[str]) -> None:
+    """Makes special tokens of those that the files name and tokenizer.json has as plain pieces."""
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    plain = sorted(text for text in texts - added if backend.token_to_id(text) is not None)
+    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in plain])

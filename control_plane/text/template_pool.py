@@ -9,8 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from control_plane.text.chat_template import ChatMessage, ChatTemplate
-from control_plane.text.errors import NoChatTemplate, TemplateFailed
+from control_plane.text.chat_template import (
+    ChatMessage,
+    ChatTemplate,
+    Found,
+    Rendering,
+    Written,
+)
+from control_plane.text.errors import ControlTokenWritten, NoChatTemplate, TemplateFailed
 from control_plane.text.template_process import ProcessEnded, RenderLimits, TemplateProcess
 from twinplane.process.logs import fields
 
@@ -41,7 +47,9 @@ class TemplatePool:
         self._unusable: str | None = None
         """Why the template can't be used, once that is known."""
         self._closed = False
-        if len(template.source) > _MAX_SOURCE_CHARACTERS:
+        if template.fault is not None:
+            self._set_unusable(template.fault)
+        elif len(template.source) > _MAX_SOURCE_CHARACTERS:
             self._set_unusable("is too long")
 
     def usable(self) -> bool:
@@ -56,21 +64,22 @@ class TemplatePool:
                 _logger.warning("chat can't be tried", extra=fields(error=str(error)))
         return self._unusable is None
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
         """The prompt, ending where the assistant begins to speak. Blocks while a process renders.
 
         Raises TemplateFailed; its message never holds what the messages say, unless the template
-        put it into its own refusal. Raises NoChatTemplate when the template does not compile, and
-        OSError when the machine can't start a process.
+        put it into its own refusal. Raises ControlTokenWritten when nobody can tell which control
+        tokens are the template's, NoChatTemplate when the template does not compile, and OSError
+        when the machine can't start a process.
         """
         process = self._take()
         try:
             answer = process.ask(_request(messages, self._now()))
         except ProcessEnded as ended:
-            raise TemplateFailed(str(ended)) from None
+            raise TemplateFailed(f"the chat template ({self._template.file}) {ended}") from None
         finally:
             self._give_back(process)
-        return _text(answer)
+        return rendering_of(answer)
 
     def close(self) -> None:
         """Ends all processes; renderings that run fail, and later ones. Idempotent."""
@@ -129,13 +138,16 @@ class TemplatePool:
         request = {
             "source": self._template.source,
             "special_tokens": dict(self._template.special_tokens),
+            "file": self._template.file,
+            "tokens": [(t.name, t.control, t.normalized) for t in self._template.added_tokens],
         }
         try:
             error = process.ask(json.dumps(request).encode()).get("error")
         except ProcessEnded as ended:
             if not ended.at_limit:
-                raise TemplateFailed(str(ended)) from None
-            error = str(ended)
+                message = f"the chat template ({self._template.file}) {ended}"
+                raise TemplateFailed(message) from None
+            error = f"it {ended}"
         if error is not None:
             raise self._set_unusable(f"does not compile: {error}")
         self._compiled = True
@@ -161,13 +173,22 @@ def _batches(messages: Sequence[ChatMessage]) -> Iterator[str]:
     """
     for start in range(0, len(messages), _BATCH_MESSAGES):
         batch = messages[start : start + _BATCH_MESSAGES]
-        yield json.dumps([(turn.role, turn.content) for turn in batch])[1:-1]
+        pairs = [(turn.role, turn.content) for turn in batch]
+        yield json.dumps(pairs, ensure_ascii=False)[1:-1]
 
 
-def _text(answer: dict[str, Any]) -> str:
+def rendering_of(answer: dict[str, Any]) -> Rendering:
+    """A render process's reply to a conversation. Raises TemplateFailed, ControlTokenWritten."""
+    written = own = None
+    if "written" in answer:
+        written = Written(*answer["written"])
+    if "own" in answer:
+        own = tuple(Found(*position) for position in answer["own"])
     match answer:
+        case {"unclear": True}:
+            raise ControlTokenWritten(written)
         case {"text": str(text)}:
-            return text
+            return Rendering(text, own, written)
         case {"error": str(error)}:
             raise TemplateFailed(error)
         case _:

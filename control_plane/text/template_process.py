@@ -29,7 +29,10 @@ class RenderLimits:
 
 
 class ProcessEnded(Exception):
-    """The process ended without a reply. `at_limit`: it had used up its processor time."""
+    """The process ended without a reply. `at_limit`: it had used up its processor time.
+
+    The message goes on after "the chat template".
+    """
 
     def __init__(self, message: str, *, at_limit: bool) -> None:
         super().__init__(message)
@@ -104,10 +107,10 @@ class TemplateProcess:
         code = self._popen.returncode
         if code == -signal.SIGPROF:
             seconds = self._limits.cpu_seconds
-            message = f"the chat template takes more than {seconds:g} s of processor time"
+            message = f"takes more than {seconds:g} s of processor time"
             return ProcessEnded(message, at_limit=True)
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        return ProcessEnded(f"the chat template's process ended ({how})", at_limit=False)
+        return ProcessEnded(f"lost its process ({how})", at_limit=False)
 
 
 def _environment() -> dict[str, str]:

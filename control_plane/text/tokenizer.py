@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import cached_property
-from typing import Any
 
 import tokenizers
 
+from control_plane.text.decoders import decoder_kind
 from control_plane.text.detokenizer import (
     ByteLevelDetokenizer,
     Detokenizer,
     WindowDetokenizer,
 )
-from control_plane.text.errors import ModelFilesInvalid
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_LETTER = "<0x61>"
 
 
 class Tokenizer:
-    """Text to token ids and back. Raises ModelFilesInvalid for a decoder that can't be streamed."""
+    """Text to token ids and back. Raises ModelFilesInvalid for a decoder that can't be streamed.
+
+    An id that the tokenizer does not know has no text: a model may have more ids, because its
+    tensors are filled up to a round size.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._special_ids = frozenset(
-            token_id
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        )
-        self._kinds = _decoder_kinds(backend)
-        if "ByteLevel" in self._kinds and not self._kinds <= {"ByteLevel", "Fuse"}:
-            raise ModelFilesInvalid(
-                f"the tokenizer's decoder mixes ByteLevel with {sorted(self._kinds)}"
-            )
+        self._kind = decoder_kind(backend)
+        added = backend.get_added_tokens_decoder()
+        self.added_tokens = {token.content: token_id for token_id, token in added.items()}
+        """Those that are matched in raw text: their ids by their texts."""
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        """Those that tokenizer.json calls special."""
+        self.token_count = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        """All ids are below it."""
         self._pieces: dict[int, bytes] = {}
-        self._byte_tokens: dict[int, bool] = {}
+        self._bytes: dict[int, int | None] = {}
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """What it runs on. Not to be changed."""
+        return self._backend
 
     def id_of(self, token: str) -> int | None:
         """The id of a token written as in the vocabulary."""
         return self._backend.token_to_id(token)
+
+    def text_of(self, token_id: int) -> str:
+        """A token as it is written in the vocabulary; empty for an unknown id."""
+        return self._backend.id_to_token(token_id) or ""
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids. A special token's name in the text becomes that token."""
@@ -50,15 +60,31 @@ class Tokenizer:
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of tokens. Unknown ids are left out; incomplete characters become U+FFFD."""
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    def decode(self, token_ids: Sequence[int], *, hidden: Set[int]) -> str:
+        """The text of all tokens but the hidden ones: what a detokenizer makes of them."""
+        shown = [token_id for token_id in token_ids if token_id not in hidden]
+        text = self._decode(shown)
+        if self._kind.byte_fallback and "\ufffd" in text:
+            # There may be whole characters in the run of byte tokens that are broken.
+            detokenizer = self.detokenizer()
+            text = detokenizer.push(shown) + detokenizer.flush()
+        return text
 
-    def detokenizer(self) -> Detokenizer:
-        """A new incremental decoder. Its text equals `decode` with skip_special_tokens."""
-        if "ByteLevel" in self._kinds:
-            return ByteLevelDetokenizer(self._piece)
-        return WindowDetokenizer(self._decode_window, self._is_visible, self._is_byte)
+    def detokenizer(self, prompt: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental decoder of what comes behind a prompt. All its tokens are shown."""
+        if self._kind.byte_level:
+            return ByteLevelDetokenizer(self._piece, prompt)
+        return WindowDetokenizer(self._decode, self._byte_of, self.id_of(_LETTER), prompt)
+
+    @cached_property
+    def writes_every_text(self) -> bool:
+        """Whether the text of some tokens is `text`, for every text: it has all bytes."""
+        if self._kind.byte_level:
+            tokens = list(self._bytes_of_characters)
+        else:
+            tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = [self.id_of(token) for token in tokens]
+        return self._kind.keeps_bytes and None not in ids and self.special_ids.isdisjoint(ids)
 
     def _piece(self, token_id: int) -> bytes:
         piece = self._pieces.get(token_id)
@@ -67,9 +93,7 @@ class Tokenizer:
         return piece
 
     def _make_piece(self, token_id: int) -> bytes:
-        token = self._backend.id_to_token(token_id)
-        if token is None or token_id in self._special_ids:
-            return b""
+        token = self.text_of(token_id)
         try:
             return bytes([self._bytes_of_characters[character] for character in token])
         except KeyError:
@@ -80,21 +104,17 @@ class Tokenizer:
     def _bytes_of_characters(self) -> dict[str, int]:
         return byte_level_alphabet()
 
-    def _decode_window(self, token_ids: list[int]) -> str:
+    def _decode(self, token_ids: Sequence[int]) -> str:
         return self._backend.decode(token_ids, skip_special_tokens=False)
 
-    def _is_visible(self, token_id: int) -> bool:
-        return token_id not in self._special_ids and self._backend.id_to_token(token_id) is not None
-
-    def _is_byte(self, token_id: int) -> bool:
-        if "ByteFallback" not in self._kinds:
-            return False
-        is_byte = self._byte_tokens.get(token_id)
-        if is_byte is None:
-            token = self._backend.id_to_token(token_id)
-            is_byte = token is not None and _BYTE_TOKEN.fullmatch(token) is not None
-            self._byte_tokens[token_id] = is_byte
-        return is_byte
+    def _byte_of(self, token_id: int) -> int | None:
+        """The byte that a token stands for; None for all other tokens."""
+        if not self._kind.byte_fallback:
+            return None
+        if token_id not in self._bytes:
+            match = _BYTE_TOKEN.fullmatch(self.text_of(token_id))
+            self._bytes[token_id] = None if match is None else int(match[1], 16)
+        return self._bytes[token_id]
 
 
 def byte_level_alphabet() -> dict[str, int]:
@@ -106,12 +126,3 @@ def byte_level_alphabet() -> dict[str, int]:
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if chr(byte) not in alphabet]
     return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
-
-
-def _decoder_kinds(backend: tokenizers.Tokenizer) -> frozenset[str]:
-    if backend.decoder is None:
-        return frozenset()
-    # The part of tokenizer.json that describes the decoder, as JSON.
-    description: dict[str, Any] = json.loads(backend.decoder.__getstate__())
-    members = description.get("decoders", [description])
-    return frozenset(member["type"] for member in members)

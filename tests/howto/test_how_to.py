@@ -65,7 +65,7 @@ PARAMETER = Example(
         "tests/unit/twinplane/test_client_options.py",
         "tests/contract/test_wire_samples.py",
     ),
-    most=6,
+    most=7,
 )
 EXAMPLES = (FAMILY, RPC, PARAMETER)
 every_example = pytest.mark.parametrize("example", EXAMPLES, ids=str)

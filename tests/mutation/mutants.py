@@ -88,7 +88,7 @@ MUTANTS = (
     Mutant(
         "hit-within-the-plan",
         "planner.py",
-        "        self.chunked.append(sequence)\n",
+        "        self.chunks.append((sequence.row, sequence, start))\n",
         "        self.ledger.cache.register(sequence)\n",
     ),
     Mutant("budget-not-spent", "planner.py", "        self.budget -= end - start\n", ""),
@@ -214,5 +214,40 @@ MUTANTS = (
         "sequence.py",
         "min(self.computed, len(self.token_ids) - 1)",
         "self.computed",
+    ),
+    # Who is to blame, and what fits a message.
+    Mutant(
+        "strikes-for-ever",
+        "suspicion.py",
+        "sequence.strike_mark, sequence.strikes = reached, 0",
+        "sequence.strike_mark = reached",
+    ),
+    Mutant(
+        "any-result-is-progress",
+        "suspicion.py",
+        "if reached > sequence.strike_mark:",
+        "if reached != sequence.strike_mark:",
+    ),
+    Mutant("neighbours-are-accused", "suspicion.py", "_live(named or members)", "_live(members)"),
+    Mutant(
+        "suspects-in-company",
+        "planner.py",
+        "        if sequence is not suspect:\n            ledger.preempt(sequence)\n",
+        "        pass\n",
+    ),
+    Mutant(
+        "suspects-while-others-fly",
+        "planner.py",
+        "        if ledger.inflight:\n            return None\n        suspect",
+        "        suspect",
+    ),
+    Mutant(
+        "suspect-for-ever", "ledger.py", "self.suspects.pop(sequence.sequence_id, None)", "pass"
+    ),
+    Mutant(
+        "adds-without-bound",
+        "planner.py",
+        "+ len(sequence.token_ids) > most_added",
+        "> 10 * most_added",
     ),
 )

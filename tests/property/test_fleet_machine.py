@@ -1,5 +1,5 @@
 """Two replicas behind one fleet, in any order of events: requests come and leave, workers break,
-die, hide and are claimed by others. Real cores, real claims, virtual time.
+die, hide, are claimed by others, and refuse what is poisoned. Real cores and claims, virtual time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from control_plane.shell.engine import DuplicateRequest
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_worker import Machine, expected_tokens
+from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running
 from tests.simulation.virtual_time import VirtualLoop
 
@@ -47,11 +48,12 @@ class FleetMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
         self.owner: dict[str, int] = {}
+        self.poison: dict[int, int] = {}
 
     @initialize(rows=st.tuples(st.integers(1, 3), st.integers(1, 3)), synchronous=st.booleans())
     def start(self, rows: tuple[int, int], synchronous: bool) -> None:
         self.workers = [
-            FakeWorker(
+            PoisonedWorker(
                 Machine(
                     max_sequence_count=count,
                     max_step_token_count=8,
@@ -59,6 +61,8 @@ class FleetMachine(RuleBasedStateMachine):
                     block_count=1 + LONGEST // 4 + count,
                     block_size=4,
                 ),
+                self.poison,
+                Effect.NAMED,
                 lambda: STEP_SECONDS,
             )
             for count in rows
@@ -109,6 +113,12 @@ class FleetMachine(RuleBasedStateMachine):
             name = list(self.requests)[pick % len(self.requests)]
             was_live = name in self._live()
             assert self.rig.fleet.finish(RequestId(name), FinishReason.CANCELLED) is was_live
+
+    @rule(pick=st.integers(0, 99), position=st.integers(0, LONGEST - 1))
+    def poison_one(self, pick: int, position: int) -> None:
+        """From now on, a plan that computes this position of this sequence is invalid."""
+        if live := self._live():
+            self.poison[self.requests[live[pick % len(live)]].seed] = position
 
     @rule(seconds=st.sampled_from([0.01, 0.05, 3.0]))
     def wait(self, seconds: float) -> None:
@@ -193,6 +203,8 @@ class FleetMachine(RuleBasedStateMachine):
             answer = self.answers[name]
             assert answer.error is None and answer.end_count == 1 and answer.finish is not None
             assert answer.finish.usage.completion_tokens == len(answer.tokens)
+            if answer.finish.reason is FinishReason.FAULT:
+                assert asked.seed in self.poison, "an innocent was ended"
             if answer.finish.reason is FinishReason.LENGTH:
                 most = LONGEST - len(asked.prompt_token_ids)
                 assert len(answer.tokens) == min(asked.stop.max_tokens, most)

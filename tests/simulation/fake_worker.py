@@ -69,6 +69,7 @@ class Machine:
     vocabulary_size: int = VOCABULARY
     generation: int = 1
     features: frozenset[str] = frozenset()
+    arithmetic: str = ""
     incarnation: int = 1
     epoch: int = 0
     last_step: int = 0
@@ -88,7 +89,7 @@ class Machine:
         self.incarnation += 1
         self.epoch = 0
         self.last_step = 0
-        self._plans.rows.clear()
+        self._plans = PlanInterpreter(self.block_size)
         self.kv.clear()
 
     def claim(self, epoch: int) -> Attachment:
@@ -115,6 +116,7 @@ class Machine:
             features=self.features,
             rank_count=1,
             device="simulated:0",
+            arithmetic=self.arithmetic,
         )
         return Attachment(info, MemoryPool(self.block_count, self.block_size), previous_epoch)
 
@@ -237,10 +239,13 @@ class FakeWorker:
         if not self._connected:
             raise WorkerLost("connection broken")
         try:
-            return self.machine.execute(plan)
+            return self._execute(plan)
         except WorkerRefused:
             self._connected = False
             raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        return self.machine.execute(plan)
 
     async def ping(self) -> None:
         await asyncio.sleep(0)

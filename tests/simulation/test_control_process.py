@@ -169,6 +169,38 @@ def test_a_drain_lets_a_stream_finish(
     assert process.end() == 0
 
 
+def test_a_tokenizer_of_another_model_is_told_of_when_they_meet(
+    spawn: Callable[..., Process], model: Path
+) -> None:
+    small = spawn(
+        "worker_service", "--simulate", "--simulate-vocabulary-size=90", "--port=0",
+    )  # fmt: skip
+    address = str(small.wait_for("listening")["address"])
+    process = control(spawn, model, address)
+    listening = str(process.wait_for("listening")["address"])
+    told = process.wait_for(
+        "the tokenizer has tokens that the worker's model lacks; prompts with them are refused"
+    )
+    assert (told["level"], told["tokenizer_size"], told["vocabulary_size"]) == ("warning", 256, 90)
+    with grpc.insecure_channel(listening) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for text, refused in (("A", False), ("A\u00e9", True)):
+            request = inference_pb2.GenerateRequest(
+                text=text, stop=inference_pb2.StopConditions(max_tokens=3)
+            )
+            try:
+                list(stub.Generate(request, timeout=30))
+            except grpc.RpcError as error:
+                assert refused
+                assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert error.details().startswith("text: ")
+            else:
+                assert not refused
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    assert "the tokenizer has tokens" not in process.lines[-1], "told twice"
+
+
 def test_two_signals_cut_the_drain_short(spawn: Callable[..., Process], model: Path) -> None:
     slow = spawn(
         "worker_service", "--simulate", "--simulate-vocabulary-size=256", "--port=0",

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from control_plane.text.chat_template import ChatMessage
+from control_plane.text.chat_template import ChatMessage, Rendering
 
 
 class Gate:
@@ -22,10 +22,10 @@ class Gate:
     def usable(self) -> bool:
         return True
 
-    def render(self, messages: Sequence[ChatMessage]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> Rendering:
         self._entered.release()
         assert self._open.wait(60)
-        return "".join(turn.content for turn in messages)
+        return Rendering("".join(turn.content for turn in messages))
 
     def close(self) -> None:
         self.open()

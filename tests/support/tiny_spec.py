@@ -21,22 +21,22 @@ from worker_service.model.spec import (
     TensorSpec,
 )
 
+TINY_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+}
+"""A plain Llama of two layers with two heads of eight over one KV head."""
+
 
 def tiny_spec(**config_changes: Any) -> DecoderSpec:
-    """A plain Llama of two layers with two heads of eight over one KV head."""
-    return describe(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 32,
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 64,
-            **config_changes,
-        }
-    )
+    """The decoder of TINY_CONFIG with changes."""
+    return describe({**TINY_CONFIG, **config_changes})
 
 
 def with_layers(spec: DecoderSpec, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:

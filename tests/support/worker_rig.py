@@ -248,6 +248,7 @@ class Refusal:
     field: str
     message: str
     retry_after: float | None
+    metadata: dict[str, str]
 
 
 async def refusal(call: Awaitable[Any]) -> Refusal:
@@ -275,4 +276,5 @@ def unpack(error: grpc.aio.AioRpcError) -> Refusal:
             detail.Unpack(retry)
             retry_after = retry.retry_delay.ToTimedelta().total_seconds()
     assert info.domain == "twinplane"
-    return Refusal(error.code(), info.reason, field, status.message, retry_after)
+    metadata = dict(info.metadata)
+    return Refusal(error.code(), info.reason, field, status.message, retry_after, metadata)

@@ -56,7 +56,7 @@ def _checks(
     return (
         checks.check_python,
         checks.check_packages,
-        lambda: checks.check_worker(worker.threads),
+        lambda: checks.check_worker(worker.threads, None if worker.simulate else worker.model),
         checks.check_event_loop,
         lambda: checks.check_ports(control),
         lambda: checks.check_cache(Path(cache_root())),

@@ -72,6 +72,8 @@ class WorkerProbe:
     torch_error: str
     devices: Sequence[str]
     refusals: Mapping[str, str | None]
+    model: str = ""
+    model_error: str = ""
 
 
 def check_python() -> list[Finding]:
@@ -109,12 +111,20 @@ def _version(distribution: str) -> str | None:
 
 def check_worker(
     threads: int | None,
+    model: str | None = None,
     *,
     command: Sequence[str] = _PROBE,
     timeout_seconds: float = _PROBE_SECONDS,
 ) -> list[Finding]:
-    """What the worker's own probe finds, run by `command`. `threads` is the worker's setting."""
-    setting = () if threads is None else (f"--threads={threads}",)
+    """What the worker's own probe finds, run by `command`.
+
+    `threads` and `model` are the worker's settings. A model that is not here as a folder is not
+    looked at; check_models says where it is.
+    """
+    setting = [] if threads is None else [f"--threads={threads}"]
+    folder = None if model is None else _folder_of(model)
+    if folder is not None:
+        setting.append(f"--model={folder}")
     try:
         result = subprocess.run(
             [*command, *setting],
@@ -155,6 +165,10 @@ def judge_worker(probe: WorkerProbe) -> list[Finding]:
             findings.append(
                 Finding(State.WARN, f"executor {name}", refusal, "none needed: the next is used")
             )
+    if probe.model_error:
+        findings.append(Finding(State.FAIL, "weights", probe.model_error, "another --model"))
+    elif probe.model:
+        findings.append(Finding(State.OK, "weights", probe.model))
     if probe.refusals and all(refusal is not None for refusal in probe.refusals.values()):
         findings.append(Finding(State.FAIL, "executor", "none can run here", _INSTALL_WORKER))
     return findings
@@ -231,6 +245,16 @@ def check_cache(root: Path) -> list[Finding]:
 def check_models(names: Iterable[str]) -> list[Finding]:
     """Whether each model is on this machine. A .gguf file is not converted here."""
     return [_check_model(name) for name in dict.fromkeys(names)]
+
+
+def _folder_of(name: str) -> Path | None:
+    """The model's folder, if there is one already. A .gguf file is not converted here."""
+    if name.endswith(".gguf"):
+        return None
+    try:
+        return models.resolve(name)
+    except models.ModelError:
+        return None
 
 
 def _check_model(name: str) -> Finding:

@@ -76,6 +76,7 @@ class GenerationFold:
             seed=started.seed,
             request_id=started.request_id,
             model=started.model,
+            arithmetic_changed=finished.arithmetic_changed,
         )
 
 

@@ -57,7 +57,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class GenerationResult:
-    """A whole generation. At most one of `stop_string` and `stop_token_id` is set."""
+    """A whole generation. At most one of `stop_string` and `stop_token_id` is set.
+
+    `arithmetic_changed`: another worker went on with it that rounds differently, so it may not be
+    what the same request and seed give on one worker.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -68,6 +72,7 @@ class GenerationResult:
     seed: int
     request_id: str
     model: str
+    arithmetic_changed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from twinplane.bounds import WORKER_MESSAGE_BYTES
+
 Option = tuple[str, int]
 
 SERVER_OPTIONS: tuple[Option, ...] = (
@@ -17,8 +19,6 @@ SERVER_OPTIONS: tuple[Option, ...] = (
 # The environment's HTTP proxy is meant for the web, not for a loopback or a cluster.
 NO_PROXY: Option = ("grpc.enable_http_proxy", 0)
 
-# Steps and prompts can exceed gRPC's default limit of 4 MB by far.
-WORKER_MESSAGE_BYTES = 64 * 1024 * 1024
 _WORKER_WINDOW_BYTES = 4 * 1024 * 1024
 # For both ends of the worker's contract.
 WORKER_CONNECTION_OPTIONS: tuple[Option, ...] = (

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from twinplane.models.errors import ModelNotFound, PullFailed
+from twinplane.models.folder import missing_file
 
 # Pickled weights and code are never fetched.
 _FILES = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
@@ -59,14 +59,3 @@ def pull_snapshot(name: str) -> Path:
     if missing := missing_file(folder):
         raise PullFailed(f"{name} has no {missing}: only safetensors models can be served")
     return folder
-
-
-def missing_file(folder: Path) -> str | None:
-    """The first file that a plane would miss in `folder`, or None when all are there."""
-    if not (folder / "config.json").is_file():
-        return "config.json"
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return next((s for s in sorted(shards) if not (folder / s).is_file()), None)
-    return None if any(folder.glob("*.safetensors")) else "model.safetensors"

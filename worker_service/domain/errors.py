@@ -15,6 +15,7 @@ WorkerError
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import ClassVar
 
@@ -37,9 +38,19 @@ class Reason(StrEnum):
 
 
 class WorkerError(Exception):
-    """A request the worker refuses. Each error that is raised has a reason of its own."""
+    """A request the worker refuses. Each error that is raised has a reason of its own.
+
+    `step_id` is the refused message's, 0 where the request is about no step. `rows` are the rows of
+    the persistent batch that are to blame, as far as that is known: without them the message would
+    have been executed.
+    """
 
     reason: ClassVar[Reason]
+
+    def __init__(self, message: str, rows: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.rows = tuple(int(row) for row in rows)
+        self.step_id = 0
 
 
 class PlanInvalid(WorkerError):
@@ -47,8 +58,8 @@ class PlanInvalid(WorkerError):
 
     reason = Reason.INVALID_PLAN
 
-    def __init__(self, field_path: str, description: str) -> None:
-        super().__init__(f"{field_path}: {description}")
+    def __init__(self, field_path: str, description: str, rows: Iterable[int] = ()) -> None:
+        super().__init__(f"{field_path}: {description}", rows)
         self.field_path = field_path
         self.description = description
 

@@ -7,13 +7,11 @@ same name. Conversion, checks and the persistent columns go by those names.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
 
 from worker_service.domain.columns import IntColumn
-from worker_service.domain.ranges import Range, ranges_of
 
 FloatColumn = npt.NDArray[np.float32]
 
@@ -23,12 +21,13 @@ class SamplingParameters:
     """Resolved: every field has a value. Temperature 0 is greedy, top_k 0 keeps all.
 
     The proto says what each means and what holds where it is unset; that is the default here.
+    twinplane.bounds has the ranges.
     """
 
-    temperature: Annotated[float, Range(0, 100)] = 1.0
-    top_k: Annotated[int, Range(0, 2**32 - 1)] = 0
-    top_p: Annotated[float, Range(0, 1, excludes_minimum=True)] = 1.0
-    min_p: Annotated[float, Range(0, 1)] = 0.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
 
@@ -64,4 +63,3 @@ class SamplingColumns:
 
 
 PARAMETER_NAMES = tuple(field.name for field in fields(SamplingParameters))
-PARAMETER_RANGES = ranges_of(SamplingParameters)

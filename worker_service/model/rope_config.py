@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from worker_service.layers.rope import (
     DynamicScaling,
@@ -13,77 +14,132 @@ from worker_service.layers.rope import (
     Unscaled,
     YarnScaling,
 )
-from worker_service.load_errors import ModelUnsupported
-from worker_service.model.config import ConfigReader
+from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
+from worker_service.model.config import ConfigReader, contradiction
 
 _DEFAULT_THETA = 10000.0
+_HOLDERS = ("rope_scaling", "rope_parameters")
+# Numbers that some kind of scaling reads. A wrong type is refused in every kind.
+_NUMBERS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+)
 
 
 def read_rope(reader: ConfigReader, head_dim: int, max_length: int) -> Rope:
     """Reads `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
 
-    One kind for all layers, over whole heads. Raises ModelUnsupported for any other,
-    CheckpointInvalid for what makes no sense.
+    A fact may be told in several places if they agree. One kind for all layers, over whole heads.
+    Raises ModelUnsupported for any other, CheckpointInvalid for what makes no sense.
     """
     if head_dim % 2:
         raise ModelUnsupported("head_dim", head_dim, "even sizes")
-    scaling = reader.child("rope_scaling") or reader.child("rope_parameters") or ConfigReader({})
-    if any(isinstance(value, dict) for value in scaling.values.values()):
-        raise ModelUnsupported("rope_parameters", "one per kind of layer", "one for all layers")
-    for holder in (reader, scaling):
-        share = holder.values.get("partial_rotary_factor")
-        if share is not None and share != 1:
-            raise ModelUnsupported("partial_rotary_factor", share, "1")
-    theta = scaling.number("rope_theta", reader.number("rope_theta", _DEFAULT_THETA))
+    _refuse_partial(reader)
+    holders = [holder for key in _HOLDERS if (holder := reader.child(key)) is not None]
+    ropes = [
+        _read(reader, holder, head_dim, max_length) for holder in holders or [ConfigReader({})]
+    ]
+    for first, second in pairwise(ropes):
+        if first != second:
+            raise contradiction(_HOLDERS[0], holders[0].values, _HOLDERS[1], holders[1].values)
+    return ropes[0]
+
+
+def reached_length(rope: Rope, max_length: int) -> int:
+    """The positions for which the model was made: YaRN reaches beyond those of its training."""
+    if not isinstance(rope.scaling, YarnScaling):
+        return max_length
+    return max(max_length, int(rope.scaling.original_length * rope.scaling.factor))
+
+
+def _read(reader: ConfigReader, holder: ConfigReader, head_dim: int, max_length: int) -> Rope:
+    if any(isinstance(value, dict) for value in holder.values.values()):
+        raise ModelUnsupported(
+            holder.prefix.rstrip("."), "one per kind of layer", "one for all layers"
+        )
+    _refuse_partial(holder)
+    for key in _NUMBERS:
+        holder.number_or_none(key)
+    theta = reader.number("rope_theta", holder.number("rope_theta", _DEFAULT_THETA))
+    _refuse_difference(reader, holder, "rope_theta")
     original_length = reader.integer(
         "original_max_position_embeddings",
-        scaling.integer("original_max_position_embeddings", max_length),
+        holder.integer("original_max_position_embeddings", max_length),
     )
-    return Rope(theta, head_dim, _rope_scaling(scaling, max_length, original_length))
+    _refuse_difference(reader, holder, "original_max_position_embeddings")
+    rope = Rope(theta, head_dim, _scaling(holder, max_length, original_length))
+    match rope:
+        case Rope(theta=1.0, scaling=YarnScaling()):
+            raise CheckpointInvalid("config.json: rope_theta is 1, with which YaRN can't work")
+        case Rope(rotary_dim=2, scaling=DynamicScaling()):
+            raise CheckpointInvalid("config.json: head_dim is 2, too small for dynamic scaling")
+        case _:
+            return rope
 
 
-def _rope_scaling(scaling: ConfigReader, max_length: int, original_length: int) -> RopeScaling:
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
+def _refuse_partial(holder: ConfigReader) -> None:
+    share = holder.number_or_none("partial_rotary_factor")
+    if share not in (None, 1.0):
+        raise ModelUnsupported("partial_rotary_factor", share, "1")
+
+
+def _refuse_difference(reader: ConfigReader, holder: ConfigReader, key: str) -> None:
+    if key in reader.values and key in holder.values and reader.values[key] != holder.values[key]:
+        raise contradiction(key, reader.values[key], f"{holder.prefix}{key}", holder.values[key])
+
+
+def _scaling(holder: ConfigReader, max_length: int, original_length: int) -> RopeScaling:
+    kinds = {key: holder.values[key] for key in ("rope_type", "type") if key in holder.values}
+    kind = next(iter(kinds.values()), "default")
+    if kinds.get("type", kind) is not kind and kinds["type"] != kind:
+        raise contradiction(
+            f"{holder.prefix}rope_type", kind, f"{holder.prefix}type", kinds["type"]
+        )
     match kind:
         case "default":
             return Unscaled()
         case "linear":
-            return LinearScaling(scaling.number("factor"))
+            return LinearScaling(holder.number("factor"))
         case "dynamic":
-            return DynamicScaling(scaling.number("factor"), max_length)
+            return DynamicScaling(holder.number("factor"), max_length)
         case "llama3":
             return Llama3Scaling(
-                factor=scaling.number("factor"),
-                low_frequency_factor=scaling.number("low_freq_factor"),
-                high_frequency_factor=scaling.number("high_freq_factor"),
+                factor=holder.number("factor"),
+                low_frequency_factor=holder.number("low_freq_factor"),
+                high_frequency_factor=holder.number("high_freq_factor"),
                 original_length=original_length,
             )
         case "yarn":
-            return _yarn_scaling(scaling, original_length)
+            return _yarn_scaling(holder, original_length)
         case _:
             raise ModelUnsupported(
                 "rope_type", kind, "default, linear, dynamic, llama3, yarn"
             ) from None
 
 
-def _yarn_scaling(scaling: ConfigReader, original_length: int) -> YarnScaling:
-    factor = scaling.number("factor")
+def _yarn_scaling(holder: ConfigReader, original_length: int) -> YarnScaling:
+    factor = holder.number("factor")
 
     def magnitude(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
-    attention_factor = magnitude(1.0)
-    if scaling.values.get("attention_factor") is not None:
-        attention_factor = scaling.number("attention_factor")
-    elif scaling.values.get("mscale") and scaling.values.get("mscale_all_dim"):
-        attention_factor = magnitude(scaling.number("mscale")) / magnitude(
-            scaling.number("mscale_all_dim")
-        )
+    attention_factor = holder.number_or_none("attention_factor")
+    if attention_factor is None:
+        attention_factor = magnitude(1.0)
+        scale, all_scale = (holder.number_or_none(key) for key in ("mscale", "mscale_all_dim"))
+        if scale is not None and all_scale is not None:
+            attention_factor = magnitude(scale) / magnitude(all_scale)
     return YarnScaling(
         factor=factor,
         original_length=original_length,
         attention_factor=attention_factor,
-        beta_fast=scaling.number("beta_fast", 32.0),
-        beta_slow=scaling.number("beta_slow", 1.0),
-        truncate=scaling.flag("truncate", True),
+        beta_fast=holder.number_or_none("beta_fast") or 32.0,
+        beta_slow=holder.number_or_none("beta_slow") or 1.0,
+        truncate=holder.flag("truncate", True),
     )

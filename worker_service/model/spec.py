@@ -133,23 +133,15 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class CopySpec:
-    """A tensor that a checkpoint may hold a second time, under `name`, with equal content."""
-
-    name: str
-    original: TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
 class DecoderSpec:
     """A whole decoder, from token ids to logits.
 
     `max_length`: the positions it was made for. `data_type`: the format that the weights were
     published in, None where config.json does not say. `embedding` [vocabulary, hidden], its rows
-    multiplied by `embedding_scale`. `head` None: the embedding is the head, too. Logits are
-    multiplied by `logit_scale`, then capped by `logit_cap` as scores are by
-    AttentionSpec.score_cap. `ignored`: names of tensors that a checkpoint may hold and nobody
-    needs.
+    multiplied by `embedding_scale`. `head` None: the embedding is the head, too, and
+    `tied_head` the name under which a checkpoint may hold the head as well. Logits are multiplied
+    by `logit_scale`, then capped by `logit_cap` as scores are by AttentionSpec.score_cap.
+    `ignored`: names of tensors that a checkpoint may hold and nobody needs.
     """
 
     architecture: str
@@ -164,7 +156,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    copies: tuple[CopySpec, ...] = ()
+    tied_head: str | None = None
     ignored: frozenset[str] = frozenset()
 
     def tensors(self) -> frozenset[TensorSpec]:

@@ -40,6 +40,14 @@ _INT32_MAX = 2**31 - 1
 
 def forward_from_pb(request: model_runner_pb2.ForwardRequest) -> StepPlan:
     """The plan of a request. Raises PlanInvalid. Drops the message's unknown fields."""
+    try:
+        return _forward_from_pb(request)
+    except PlanInvalid as error:
+        error.step_id = request.plan.step_id
+        raise
+
+
+def _forward_from_pb(request: model_runner_pb2.ForwardRequest) -> StepPlan:
     _refuse_unknown_fields("forward", request)
     if not request.HasField("plan"):
         raise PlanInvalid("plan", "missing")
@@ -62,6 +70,14 @@ def forward_from_pb(request: model_runner_pb2.ForwardRequest) -> StepPlan:
 
 def sample_from_pb(request: model_runner_pb2.SampleRequest, vocabulary_size: int) -> SamplePlan:
     """The held rows that a request samples. Raises PlanInvalid."""
+    try:
+        return _sample_from_pb(request, vocabulary_size)
+    except PlanInvalid as error:
+        error.step_id = request.step_id
+        raise
+
+
+def _sample_from_pb(request: model_runner_pb2.SampleRequest, vocabulary_size: int) -> SamplePlan:
     _refuse_unknown_fields("sample", request)
     rows = _column("rows", request.rows)
     if not rows.size:
@@ -154,6 +170,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
         features=sorted(_feature_to_pb(feature) for feature in capability.features),
         attention_backend=capability.attention_backend,
         executor=capability.executor,
+        arithmetic=capability.arithmetic,
     )
 
 
@@ -189,6 +206,14 @@ def _fingerprint(plan: step_pb2.StepPlan) -> bytes:
 
 
 def _added_from_pb(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence:
+    try:
+        return _checked_added(path, sequence)
+    except PlanInvalid as error:
+        error.rows = (sequence.row,)
+        raise
+
+
+def _checked_added(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence:
     if not sequence.HasField("sampling"):
         raise PlanInvalid(f"{path}.sampling", "missing")
     return AddedSequence(

@@ -10,10 +10,13 @@ from worker_service.domain.errors import (
     PlanInvalid,
     Precondition,
     RunnerFailed,
+    WorkerError,
     WorkerUnavailable,
 )
 
 _RETRY_SECONDS = 1.0
+# A status must fit the trailers, for which gRPC's peers allow 8 kB in all.
+_MAX_NAMED_ROWS = 256
 
 
 def status_of(error: Exception) -> Status | None:
@@ -23,12 +26,26 @@ def status_of(error: Exception) -> Status | None:
     match error:
         case PlanInvalid(reason=reason, field_path=path, description=description):
             violations = (Violation(path, description),)
-            return Status(code.INVALID_ARGUMENT, reason, message, violations=violations)
+            return Status(
+                code.INVALID_ARGUMENT,
+                reason,
+                message,
+                violations=violations,
+                metadata=_blame(error),
+            )
         case Precondition(reason=reason):
-            return Status(code.FAILED_PRECONDITION, reason, message)
+            return Status(code.FAILED_PRECONDITION, reason, message, metadata=_blame(error))
         case WorkerUnavailable(reason=reason):
             return Status(code.UNAVAILABLE, reason, message, retry_after=_RETRY_SECONDS)
         case RunnerFailed(reason=reason):
-            return Status(code.INTERNAL, reason, message)
+            return Status(code.INTERNAL, reason, message, metadata=_blame(error))
         case _:
             return None
+
+
+def _blame(error: WorkerError) -> dict[str, str]:
+    """Which step is refused, and which rows are to blame, as ErrorInfo's metadata says it."""
+    blame = {"step_id": str(error.step_id)} if error.step_id else {}
+    if error.rows:
+        blame["rows"] = ",".join(map(str, error.rows[:_MAX_NAMED_ROWS]))
+    return blame

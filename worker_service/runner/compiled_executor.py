@@ -35,8 +35,13 @@ _logger = logging.getLogger(__name__)
 class CompiledExecutor:
     """See Executor. Never reads a KV slot that its row has not written, so none is cleared."""
 
-    def __init__(self, model: CompiledDecoder) -> None:
+    def __init__(self, model: CompiledDecoder, build: str) -> None:
         self._model = model
+        self._build = build
+
+    @property
+    def build(self) -> str:
+        return self._build
 
     @property
     def weights_bytes(self) -> int:
@@ -103,7 +108,8 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
         group_size=_INT8_GROUP if config.quantization is Quantization.INT8 else None,
         progress=config.progress,
     )
-    return CompiledExecutor(model)
+    context = kernels.context
+    return CompiledExecutor(model, f"kernels {context.build} {context.instruction_set.name}")
 
 
 def _paged_cache(layer: LayerMemory, block_size: int) -> PagedCache:

@@ -22,6 +22,11 @@ class Executor(Protocol):
     """A loaded model over a KV pool. Belongs to the device's thread."""
 
     @property
+    def build(self) -> str:
+        """What its own code was built from and for, where that decides how results round."""
+        ...
+
+    @property
     def weights_bytes(self) -> int:
         """Memory of weights and tables, packed copies included."""
         ...

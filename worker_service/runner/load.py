@@ -10,9 +10,11 @@ import torch
 from worker_service.domain.capability import Capability, DataType, Feature, Limits, Model
 from worker_service.domain.plan import WeightVersion
 from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
+from worker_service.model.accounting import account_for
 from worker_service.model.loader import WeightLoader
 from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec
+from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import describe_device, open_device
 from worker_service.runner.executor import Executor, ExecutorConfig
 from worker_service.runner.kv_cache import KVCache, blocks_within, layer_groups
@@ -49,7 +51,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
     device = open_device(options.device)
     options.progress(f"opening {options.model_folder}")
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
-        spec = describe(checkpoint.config)
+        spec = account_for(checkpoint, describe(checkpoint.config))
         data_type = options.data_type or _default_data_type(spec, device)
         kv_data_type = options.kv_data_type or data_type
         groups = layer_groups(spec, kv_data_type)
@@ -86,6 +88,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
             random_seed=options.random_seed,
+            arithmetic=arithmetic_name(device, chosen, executor),
         ),
         executor=executor,
         cache=cache,

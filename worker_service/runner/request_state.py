@@ -116,7 +116,7 @@ class RequestState:
         wrong = ~known
         wrong[known] = self.held_steps[rows[known]] != step_id
         if wrong.any():
-            raise RowNotHeld(f"step {step_id} does not hold row {_first(rows[wrong])}")
+            raise RowNotHeld(f"step {step_id} does not hold row {_first(rows[wrong])}", rows[wrong])
 
     def record_sampled(self, rows: IntColumn, tokens: IntColumn, step_id: int) -> None:
         """Keeps the tokens sampled by a step, for plans that name them as their source."""
@@ -140,18 +140,20 @@ class RequestState:
         rows = plan.scheduled.rows
         if rows.size:
             if not active[rows].all():
-                raise PlanMismatch(f"scheduled row {_first(rows[~active[rows]])} holds no sequence")
+                free = rows[~active[rows]]
+                raise PlanMismatch(f"scheduled row {_first(free)} holds no sequence", free)
             self._check_positions(plan)
 
     def _check_taken(self, plan: StepPlan) -> BoolColumn:
         """Which rows hold a sequence once the plan has removed and added its own."""
         active, removed = self.active.copy(), plan.removed_rows
         if not active[removed].all():
-            raise PlanMismatch(f"removed row {_first(removed[~active[removed]])} holds no sequence")
+            free = removed[~active[removed]]
+            raise PlanMismatch(f"removed row {_first(free)} holds no sequence", free)
         active[removed] = False
         for sequence in plan.added:
             if active[sequence.row]:
-                raise PlanMismatch(f"added row {sequence.row} is taken")
+                raise PlanMismatch(f"added row {sequence.row} is taken", (sequence.row,))
             active[sequence.row] = True
         return active
 
@@ -168,18 +170,21 @@ class RequestState:
         if scheduled.open_step_distances.size:
             starts = starts + self._accepted_since(plan)
         ends = starts.astype(np.int64) + counts
-        if (ends > self.bounds.limits.max_sequence_token_count).any():
+        wrong = ends > self.bounds.limits.max_sequence_token_count
+        if wrong.any():
             raise PlanInvalid(
                 "plan.scheduled.token_counts",
                 "passes the longest sequence, "
                 f"{self.bounds.limits.max_sequence_token_count} tokens",
+                rows[wrong],
             )
         wrong = starts != computed[rows]
         if wrong.any():
             row = _first(rows[wrong])
             raise PlanMismatch(
                 f"row {row} starts at {_first(starts[wrong])}, "
-                f"its computed count is {computed[row]}"
+                f"its computed count is {computed[row]}",
+                rows[wrong],
             )
         # Step ids outgrow int32 in a long life.
         distances = scheduled.source_step_distances.astype(np.int64)
@@ -189,7 +194,8 @@ class RequestState:
             row = _first(rows[wrong])
             raise PlanMismatch(
                 f"row {row} has no token of step {plan.step_id - _first(distances[wrong])}; "
-                f"its last is of step {sampled[row]}"
+                f"its last is of step {sampled[row]}",
+                rows[wrong],
             )
         held = known[rows] + from_step
         token_ends, to_end = ends, from_step
@@ -203,19 +209,24 @@ class RequestState:
             row = _first(rows[wrong])
             raise PlanMismatch(
                 f"row {row} is scheduled to position {_first(token_ends[wrong])}, "
-                f"its tokens reach to {_first(held[wrong])}"
+                f"its tokens reach to {_first(held[wrong])}",
+                rows[wrong],
             )
         held_blocks = blocks[rows] + scheduled.appended_block_counts
-        if (held_blocks > self.bounds.max_blocks).any():
+        wrong = held_blocks > self.bounds.max_blocks
+        if wrong.any():
             raise PlanInvalid(
-                "plan.scheduled.appended_blocks", f"a row has {self.bounds.max_blocks} at most"
+                "plan.scheduled.appended_blocks",
+                f"a row has {self.bounds.max_blocks} at most",
+                rows[wrong],
             )
         wrong = held_blocks.astype(np.int64) * self.block_size < ends
         if wrong.any():
             row = _first(rows[wrong])
             raise PlanMismatch(
                 f"row {row} needs blocks for {_first(ends[wrong])} tokens, "
-                f"has {_first(held_blocks[wrong])} blocks"
+                f"has {_first(held_blocks[wrong])} blocks",
+                rows[wrong],
             )
 
     def _accepted_since(self, plan: StepPlan) -> IntColumn:
@@ -232,9 +243,12 @@ class RequestState:
         for sequence in plan.added:
             kinds[sequence.row] = _END_KINDS[sequence.output]
         verifying = plan.scheduled.rows[plan.scheduled.draft_counts > 0]
-        if (kinds[verifying] != LogitKind.SAMPLE).any():
+        wrong = kinds[verifying] != LogitKind.SAMPLE
+        if wrong.any():
             raise PlanInvalid(
-                "plan.scheduled.draft_counts", "a row verifies drafts only if its output is sampled"
+                "plan.scheduled.draft_counts",
+                "a row verifies drafts only if its output is sampled",
+                verifying[wrong],
             )
 
     # --- changes ------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ class TorchExecutor:
         self._device = device
 
     @property
+    def build(self) -> str:
+        return ""  # torch's version says it
+
+    @property
     def weights_bytes(self) -> int:
         return self._model.weights_bytes
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from twinplane.bounds import SAMPLING_RANGES
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.errors import PlanInvalid
 from worker_service.domain.plan import AddedSequence, StepPlan
-from worker_service.domain.sampling import PARAMETER_RANGES, SamplingColumns
+from worker_service.domain.sampling import SamplingColumns
 from worker_service.sampling.masks import MaskBatch
 
 
@@ -34,10 +35,12 @@ class SamplingState:
     def check(self, plan: StepPlan) -> None:
         """Raises PlanInvalid when an added sequence's parameters are outside their ranges."""
         for index, sequence in enumerate(plan.added):
-            for name, allowed in PARAMETER_RANGES.items():
+            for name, allowed in SAMPLING_RANGES.items():
                 if getattr(sequence.sampling, name) not in allowed:
                     raise PlanInvalid(
-                        f"plan.added[{index}].sampling.{name}", f"must be in {allowed}"
+                        f"plan.added[{index}].sampling.{name}",
+                        f"must be in {allowed}",
+                        (sequence.row,),
                     )
 
     def add(self, sequence: AddedSequence) -> None:

@@ -123,6 +123,7 @@ class SimulatedRunner:
             features=frozenset(Feature),
             executor="simulated",
             attention_backend="simulated",
+            arithmetic="simulated",
             random_seed=model.random_seed,
         )
 

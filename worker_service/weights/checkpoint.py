@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -17,11 +17,10 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 
+from twinplane.models.errors import ModelInvalid
+from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, open_folder, unreadable
 from worker_service.load_errors import CheckpointInvalid
 
-CONFIG_NAME = "config.json"
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 DIGEST_CACHE_NAME = ".twinplane-digest.json"
 _HASH_CHUNK_BYTES = 1 << 22
 
@@ -50,18 +49,19 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path) -> None:
-        if not folder.is_dir():
-            raise CheckpointInvalid(
-                f"{folder} is not a folder; give the folder that holds {CONFIG_NAME}"
-            )
+        try:
+            files = open_folder(folder)
+        except ModelInvalid as invalid:
+            raise CheckpointInvalid(str(invalid)) from invalid
         self.folder = folder
-        self.config: dict[str, Any] = _read_json(folder / CONFIG_NAME)
-        self.weight_files = _weight_files(folder)
+        self.config = files.config
+        self.weight_files = files.weight_files
         self._stack = contextlib.ExitStack()
         self._files: dict[str, Any] = {}
         try:
             for path in self.weight_files:
-                self._open(path)
+                self._open(path, files.weight_map)
+            self._check_index(files.weight_map)
         except BaseException:
             self.close()
             raise
@@ -117,7 +117,13 @@ class Checkpoint:
 
         Remembered beside the files for as long as their names, sizes and times stay the same.
         """
-        paths = [self.folder / CONFIG_NAME, *self.weight_files]
+        try:
+            return self._digest([self.folder / CONFIG_NAME, *self.weight_files])
+        except OSError as error:
+            path = Path(error.filename or self.folder)
+            raise CheckpointInvalid(unreadable(path, error)) from error
+
+    def _digest(self, paths: list[Path]) -> str:
         stamps = [_FileStamp.of(path) for path in paths]
         key = [stamp.encoded() for stamp in stamps]
         cache = self.folder / DIGEST_CACHE_NAME
@@ -132,61 +138,32 @@ class Checkpoint:
             partial.replace(cache)
         return digest
 
-    def _open(self, path: Path) -> None:
+    def _open(self, path: Path, weight_map: Mapping[str, str]) -> None:
         try:
-            # safetensors itself reports a file without read permission as missing.
-            path.open("rb").close()
             handle = self._stack.enter_context(safe_open(str(path), framework="pt"))
             names: Iterable[str] = handle.keys()
-        except PermissionError as error:
-            raise CheckpointInvalid(
-                f"{path} cannot be read: this user has no permission"
-            ) from error
         except (SafetensorError, OSError) as error:
             raise CheckpointInvalid(
-                f"{path} cannot be read as safetensors ({error}); download the model again"
+                f"{path} cannot be read as safetensors ({error}); "
+                "remove it and download the model again"
             ) from error
         for name in names:
             if name in self._files:
                 raise CheckpointInvalid(f"{path}: the tensor {name} is in two weight files")
+            if weight_map.get(name, path.name) != path.name:
+                raise CheckpointInvalid(
+                    f"{path}: the tensor {name} is here, and {INDEX_NAME} says that it is in "
+                    f"{weight_map[name]}; download the model again"
+                )
             self._files[name] = handle
 
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointInvalid(
-            f"{path} is missing; is this a Hugging Face model folder?"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CheckpointInvalid(f"{path} cannot be read as JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointInvalid(f"{path} must hold a JSON object")
-    return value
-
-
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files that hold the weights, by the index when there is one, in order of name."""
-    index = folder / INDEX_NAME
-    if not index.exists():
-        single = folder / SINGLE_NAME
-        if not single.is_file():
-            raise CheckpointInvalid(
-                f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; only safetensors weights "
-                "are read, convert other formats first"
-            )
-        return (single,)
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointInvalid(f"{index} has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
-        if Path(name).name != name:
-            raise CheckpointInvalid(f"{index} names {name!r}, which is not a file of this folder")
-        if not (folder / name).is_file():
-            raise CheckpointInvalid(f"{folder / name} is missing; download the model again")
-    return tuple(folder / name for name in names)
+    def _check_index(self, weight_map: Mapping[str, str]) -> None:
+        for name, file in sorted(weight_map.items()):
+            if name not in self._files:
+                raise CheckpointInvalid(
+                    f"{self.folder / file} lacks the tensor {name}, which {INDEX_NAME} says is in "
+                    "it; download the model again"
+                )
 
 
 def _cached_digest(cache: Path, key: list[list[str | int]]) -> str | None:

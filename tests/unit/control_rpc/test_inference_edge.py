@@ -211,7 +211,7 @@ async def test_a_slow_reader_gets_everything_in_fewer_messages(edge: Edge) -> No
     responses = [response async for response in call]
     text, sent, _ = joined(responses)
     assert sent == tokens
-    assert text == edge.text_model.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert text == edge.text_model.tokenizer.decode(tokens, hidden=frozenset())
     assert len(responses) < len(tokens) / 2
 
 
@@ -314,7 +314,7 @@ async def test_list_models(edge: Edge) -> None:
 
 
 async def test_a_model_without_a_template(tiny_text: TextModel) -> None:
-    model = TextModel(tiny_text.tokenizer, None, tiny_text.end_of_sequence_ids)
+    model = TextModel(tiny_text.tokenizer, None, tiny_text.ends)
     async with running_edge(model, TextLimits()) as edge:
         [served] = (await edge.stub.ListModels(ListModelsRequest())).models
         assert not served.supports_chat
@@ -326,7 +326,7 @@ async def test_a_model_without_a_template(tiny_text: TextModel) -> None:
 
 async def test_a_template_that_does_not_compile_costs_chat_alone(tiny_text: TextModel) -> None:
     template = ChatTemplate("{% if %}", {}, "chat_template.jinja")
-    model = TextModel(tiny_text.tokenizer, template, tiny_text.end_of_sequence_ids)
+    model = TextModel(tiny_text.tokenizer, template, tiny_text.ends)
     async with running_edge(model, TextLimits()) as edge:
         [served] = (await edge.stub.ListModels(ListModelsRequest())).models
         assert not served.supports_chat

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import AsyncIterator
+
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from control_plane.core.plan import AddedSequence, Row, ScheduledRows, StepPlan, WeightVersion
+from control_plane.core.request import OutputKind, SamplingParams
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
 from tests.support import worker_rig
 from twinplane.grpc.status import Status, abort
-from twinplane.worker.v1 import model_runner_pb2_grpc
+from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
 
 class Refusing(model_runner_pb2_grpc.ModelRunnerServiceServicer):
@@ -59,6 +64,71 @@ async def test_a_status_without_a_reason_is_a_loss() -> None:
     error = await claim(Status(grpc.StatusCode.UNAVAILABLE, "", "connection reset"))
     assert isinstance(error, WorkerLost)
     assert str(error) == "UNAVAILABLE: connection reset"
+
+
+async def test_a_refusal_names_its_step_and_rows() -> None:
+    metadata = {"step_id": "7", "rows": "3,12"}
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    error = await claim(Status(code, "INVALID_PLAN", "no", metadata=metadata))
+    assert isinstance(error, WorkerRefused)
+    assert (error.step_id, error.rows) == (7, (3, 12))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [{}, {"step_id": ""}, {"step_id": "-1", "rows": "a"}, {"rows": "1,,2"}, {"rows": "9" * 5000}],
+)
+async def test_what_a_refusal_does_not_say_well_is_not_known(metadata: dict[str, str]) -> None:
+    code = grpc.StatusCode.INVALID_ARGUMENT
+    error = await claim(Status(code, "INVALID_PLAN", "no", metadata=metadata))
+    assert isinstance(error, WorkerRefused)
+    assert (error.step_id, error.rows) == (0, ())
+
+
+class Open(model_runner_pb2_grpc.ModelRunnerServiceServicer):
+    """Grants each claim and reads what is sent."""
+
+    async def GetWorkerInfo(  # noqa: N802
+        self, request: object, context: object
+    ) -> model_runner_pb2.GetWorkerInfoResponse:
+        return model_runner_pb2.GetWorkerInfoResponse()
+
+    async def Attach(self, request: object, context: object) -> model_runner_pb2.AttachResponse:  # noqa: N802
+        return model_runner_pb2.AttachResponse()
+
+    async def GetMemoryPool(  # noqa: N802
+        self, request: object, context: object
+    ) -> model_runner_pb2.GetMemoryPoolResponse:
+        return model_runner_pb2.GetMemoryPoolResponse()
+
+    async def Execute(self, requests: AsyncIterator[object], context: object) -> None:  # noqa: N802
+        async for _ in requests:
+            pass
+
+
+async def test_what_no_message_can_hold_is_the_fault_of_its_sequence() -> None:
+    """It was a ValueError, which ended the control plane."""
+    server = grpc.aio.server()
+    model_runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server(Open(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    worker = GrpcWorker(f"127.0.0.1:{port}", controller_id="test")
+    sequences = [
+        AddedSequence(
+            Row(row), array("I", [1]), 1, SamplingParams(), seed, OutputKind.SAMPLE, [], 0
+        )
+        for row, seed in ((4, 1), (5, 2**64), (6, -1))
+    ]
+    plan = StepPlan(1, 3, WeightVersion(1, "w"), [], sequences, ScheduledRows())
+    try:
+        await worker.attach()
+        with pytest.raises(WorkerRefused) as raised:
+            await worker.send(plan)
+        assert raised.value.reason is RefusalReason.INVALID_PLAN
+        assert (raised.value.step_id, raised.value.rows) == (3, (5, 6))
+    finally:
+        await worker.detach()
+        await server.stop(0)
 
 
 class Health(health_pb2_grpc.HealthServicer):

@@ -176,6 +176,18 @@ def test_what_one_can_not_hold_goes_to_the_other() -> None:
     run_virtual(main)
 
 
+def test_the_fleets_vocabulary_is_what_all_know() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        both = workers()
+        both[1].machine.vocabulary_size -= 7
+        async with running(loop, both) as rig:
+            model = rig.fleet.served_model()
+            assert model is not None
+            assert model.vocabulary_size == both[0].machine.vocabulary_size - 7
+
+    run_virtual(main)
+
+
 def test_a_full_queue_is_said_when_both_are_full() -> None:
     async def main(loop: VirtualLoop) -> None:
         chosen = ReplicaSettings(scheduling=SchedulingSettings(max_waiting_count=2))

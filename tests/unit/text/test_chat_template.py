@@ -50,7 +50,7 @@ CHATML = (
 
 
 def test_chatml(template: Callable[..., TemplatePool]) -> None:
-    assert template(CHATML).render(MESSAGES) == (
+    assert template(CHATML).render(MESSAGES).text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\n Hi <b>&'\" <|im_end|>\n"
         "<|im_start|>assistant\nHello<|im_end|>\n"
@@ -140,112 +140,21 @@ def test_chatml(template: Callable[..., TemplatePool]) -> None:
 def test_what_templates_use(
     template: Callable[..., TemplatePool], source: str, expected: str
 ) -> None:
-    assert template(source).render(MESSAGES) == expected
-
-
-HOSTILE = {
-    "nested loops that emit nothing":
-        "{% for i in range(100000) %}{% for j in range(100000) %}{% endfor %}{% endfor %}",
-    "a long range": "{% for i in range(10 ** 9) %}{% endfor %}",
-    "filtered loops":
-        "{% for i in range(100000) %}{% for j in range(100000) if j < 0 %}{% endfor %}{% endfor %}",
-    "long output": "{% for i in range(100000) %}0123456789{% endfor %}",
-    "repetition": "{{ 'a' * 10 ** 10 }}",
-    "repetition reversed": "{{ 10 ** 10 * 'a' }}",
-    "list repetition": "{{ [1] * 10 ** 10 }}",
-    "doubling by +": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
-        "{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "doubling by ~": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}"
-        "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by nesting": "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}"
-        "{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
-    "doubling by dict": "{% set ns = namespace(x={}) %}{% for i in range(60) %}"
-        "{% set ns.x = dict(a=ns.x, b=ns.x) %}{% endfor %}{{ ns.x }}",
-    "nesting by repetition": "{% set ns = namespace(x=range(1000)|list) %}{% for i in range(5) %}"
-        "{% set ns.x = [ns.x] * 1000 %}{% endfor %}{{ ns.x | upper }}",
-    "comparing": "{% set ns = namespace(x=range(1000)|list, y=range(1000)|list) %}"
-        "{% for i in range(5) %}{% set ns.x = [ns.x] * 1000 %}{% set ns.y = [ns.y] * 1000 %}"
-        "{% endfor %}{{ ns.x == ns.y }}",
-    "comparing by test": "{% set ns = namespace(x=range(1000)|list, y=range(1000)|list) %}"
-        "{% for i in range(5) %}{% set ns.x = [ns.x] * 1000 %}{% set ns.y = [ns.y] * 1000 %}"
-        "{% endfor %}{{ ns.x is eq(ns.y) }}",
-    "hashing": "{% set ns = namespace(x=('a',)) %}{% for i in range(60) %}"
-        "{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {}[ns.x] }}",
-    "big numbers": "{% set ns = namespace(x=10) %}{% for i in range(100) %}"
-        "{% set ns.x = ns.x * ns.x %}{% endfor %}",
-    "power": "{{ 10 ** 10000 }}",
-    "rounding": "{{ 5 | round(-10 ** 9) }}",
-    "rounding up": "{{ 5 | round(10 ** 9, 'ceil') }}",
-    "slices": "{% set x = range(100000) | list %}{% for i in range(100000) %}"
-        "{% set y = x[1:] %}{% endfor %}",
-    "a block's buffer": "{% set x %}{% for i in range(100000) %}" + "a" * 10000
-        + "{% endfor %}{% endset %}{{ x | length }}",
-    "replace by method": "{{ ('a' * 1000).replace('', 'b' * 100000) }}",
-    "replace by filter": "{{ ('a' * 1000) | replace('', 'b' * 100000) }}",
-    "join by method": "{{ ('b' * 100000).join(['a'] * 1000) }}",
-    "join by filter": "{{ (['a' * 100000] * 1000) | join }}",
-    "upper over a map": "{{ (['a' * 100000] * 10000) | map('upper') | list | length }}",
-    "indent": "{{ 'a' | indent(10 ** 9, true) }}",
-    "json indent": "{{ [1] | tojson(indent=10 ** 9) }}",
-    "json separators": "{{ [1, 2] | tojson(separators=('a' * 100000, 'b')) }}",
-    "justification": "{{ 'a'.ljust(10 ** 9) }}",
-    "formatting by %": "{{ '%1000000000d' % 1 }}",
-    "formatting by method": "{{ '{:1000000000d}'.format(1) }}",
-    "formatting by getitem": "{{ '{:1000000000d}'['format'](1) }}",
-    "bytes": "{{ (1).to_bytes(10 ** 9, 'big') }}",
-    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "branching recursion": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}"
-        "{% endmacro %}{{ f(60) }}",
-    "Python's insides": "{{ ''.__class__.__mro__ }}",
-    "changing messages": "{{ messages.append(1) }}",
-    "other files": "{% include '/etc/passwd' %}",
-    "lorem ipsum": "{{ lipsum(1000000) }}",
-    "undefined names": "{{ nothing.at_all }}",
-    "formatting by filter": "{{ '%1000000000d' | format(1) }}",
-    "padding": "{{ 'a' | center(10 ** 10) }}{{ '1'.zfill(10 ** 10) }}",
-    "batches": "{{ [1] | batch(10 ** 10, 0) | list | length }}",
-    "sums": "{{ ([[1] * 10000] * 100000) | sum(start=[]) | length }}",
-    "wrapping": "{{ ('a' * 10 ** 7) | wordwrap(1) | length }}",
-    "a hash of shared tuples": "{% set ns = namespace(x=('a',)) %}{% for i in range(60) %}"
-        "{% set ns.x = ns.x + (ns.x,) %}{% endfor %}{{ {}[ns.x] }}",
-    "deep nesting": "{% set ns = namespace(x=[]) %}{% for i in range(90000) %}"
-        "{% set ns.x = [ns.x] %}{% endfor %}{{ ns.x }}",
-    "insides by filter": "{{ ('' | attr('__class__')).mro() }}",
-    "insides by map": "{{ [''] | map(attribute='__class__') | map(attribute='x.y') | list }}",
-    "insides by format": "{{ '{0.__class__.__mro__}'.format('') }}",
-    "insides of functions": "{{ raise_exception.__globals__.x }}",
-    "insides of lipsum": "{{ lipsum.__globals__['os'].getcwd() }}",
-    "insides of the template": "{{ self._TemplateReference__context.environment }}",
-    "insides of cycler": "{{ cycler.__init__.__globals__.x }}",
-    "private names of a namespace": "{{ namespace(__class__=1) }}",
-    "set private names": "{% set ns = namespace() %}{% set ns._x = 1 %}",
-    "Python's modules": "{% import 'os' as os %}{{ os.getcwd() }}",
-    "changing globals": "{{ dict.update({}) }}",
-    "changing a list": "{% set x = [1] %}{{ x.append(2) }}",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE.keys())
-def test_hostile_templates_fail_without_hanging(
-    template: Callable[..., TemplatePool], source: str
-) -> None:
-    # Jinja computes constants when it compiles, so some fail there.
-    with pytest.raises((TemplateFailed, NoChatTemplate)):
-        template(source, SMALL).render(MESSAGES)
+    assert template(source).render(MESSAGES).text == expected
 
 
 def test_a_long_honest_conversation_fits(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage("user", "word " * 200), ChatMessage("assistant", "so " * 300)] * 200
     limits = RenderLimits(max_characters=1 << 20, cpu_seconds=1.0, memory_bytes=512 << 20)
-    rendered = template(CHATML, limits).render(turns)
+    rendered = template(CHATML, limits).render(turns).text
     assert rendered.count("<|im_start|>") == 401
 
 
 def test_many_small_messages_arrive_in_order(template: Callable[..., TemplatePool]) -> None:
     turns = [ChatMessage(str(index), "x") for index in range(5000)]
     source = "{% for m in messages %}{{ m.role }},{% endfor %}"
-    assert template(source).render(turns) == "".join(f"{index}," for index in range(5000))
-    assert template(source).render([]) == ""
+    assert template(source).render(turns).text == "".join(f"{index}," for index in range(5000))
+    assert template(source).render([]).text == ""
 
 
 def test_a_refusal_is_passed_on_and_cut(template: Callable[..., TemplatePool]) -> None:
@@ -272,6 +181,40 @@ def test_errors_do_not_quote_the_messages(
         template(source).render(MESSAGES)
     assert "brief" not in str(caught.value)
     assert caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("{{ nothing.at_all }}", 1),
+        ("a\n\n{{ messages[0].content + 1 }}", 3),
+        ("{% for m in messages %}\n{{ m.content / 2 }}\n{% endfor %}", 2),
+        ("{% macro f(x) %}\n\n{{ x.y.z }}{% endmacro %}\n\n\n{{ f('a') }}", 3),
+        ("\n{{ raise_exception('no') }}", 2),
+        ("\n{{ messages | map('int') | sum / 0 }}", 2),
+        ("\n\n{% set x = messages.append(1) %}", 3),
+        ("\n{%- if messages | length > 'a' -%}{% endif %}", 2),
+        ("\n{% include 'x' %}", 2),
+        ("\n{% for x in 3 %}{% endfor %}", 2),
+        ("\n{{ strftime_now(3) }}", 2),
+        ("\n{% set x %}\n{{ 'a'.encode('rot13') }}{% endset %}", 3),
+    ],
+)
+def test_an_error_names_the_file_and_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(TemplateFailed, match=rf"\(chat_template\.jinja, line {line}\)"):
+        template(source).render(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("source", "line"), [("\n{% if %}", 2), ("a\nb\n{{ 'a' | no_filter }}", 3), ("\n{{ a", 2)]
+)
+def test_what_does_not_compile_names_the_line(
+    template: Callable[..., TemplatePool], source: str, line: int
+) -> None:
+    with pytest.raises(NoChatTemplate, match=rf"chat_template\.jinja.* line {line}:"):
+        template(source).render(MESSAGES)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,13 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from control_plane.text.chat_template import ChatTemplate
+from control_plane.text.chat_template import AddedToken, ChatTemplate
+from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
+from tests.unit.twinplane.tiny_gguf import TinyGguf, byte_level_tokens
+from twinplane.models import NoProgress
+from twinplane.models.gguf.conversion import convert_gguf
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def test_a_tokenizer_is_enough(folder: Path) -> None:
     model = load(folder)
     assert model.tokenizer.id_of("</s>") == 3
     assert model.template is None
-    assert model.end_of_sequence_ids == frozenset()
+    assert model.ends.ids == frozenset()
 
 
 def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
@@ -50,33 +54,10 @@ def test_special_tokens_as_strings_or_objects(folder: Path) -> None:
         },
     )
     special_tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected = ChatTemplate("{{ bos_token }}", special_tokens, "tokenizer_config.json")
-    assert load(folder).template == expected
-
-
-def test_named_templates_give_the_default(folder: Path) -> None:
-    templates = [{"name": "rag", "template": "no"}, {"name": "default", "template": "yes"}]
-    put(folder, "tokenizer_config.json", {"chat_template": templates})
-    assert load(folder).template == ChatTemplate("yes", {}, "tokenizer_config.json")
-    put(folder, "tokenizer_config.json", {"chat_template": templates[:1]})
-    assert load(folder).template is None
-
-
-def test_the_template_file_wins(folder: Path) -> None:
-    put(folder, "tokenizer_config.json", {"chat_template": "old"})
-    (folder / "chat_template.jinja").write_text("new", encoding="utf-8")
-    assert load(folder).template == ChatTemplate("new", {}, "chat_template.jinja")
-
-
-def test_end_of_sequence_ids_come_from_the_first_that_says(folder: Path) -> None:
-    put(folder, "tokenizer_config.json", {"eos_token": "</s>"})
-    assert load(folder).end_of_sequence_ids == {3}
-    put(folder, "config.json", {"eos_token_id": 2})
-    assert load(folder).end_of_sequence_ids == {2}
-    put(folder, "generation_config.json", {"eos_token_id": [0, 1]})
-    assert load(folder).end_of_sequence_ids == {0, 1}
-    put(folder, "generation_config.json", {"eos_token_id": None})
-    assert load(folder).end_of_sequence_ids == {2}
+    added = tuple(AddedToken(name, control=True, normalized=False) for name in ("<s>", "</s>"))
+    assert load(folder).template == ChatTemplate(
+        "{{ bos_token }}", special_tokens, "tokenizer_config.json", added_tokens=added
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,9 +66,7 @@ def test_end_of_sequence_ids_come_from_the_first_that_says(folder: Path) -> None
         ("tokenizer.json", "{}"),
         ("tokenizer_config.json", "no json"),
         ("tokenizer_config.json", "[]"),
-        ("tokenizer_config.json", '{"chat_template": 3}'),
-        ("generation_config.json", '{"eos_token_id": "x"}'),
-        ("config.json", '{"eos_token_id": ["x"]}'),
+        ("special_tokens_map.json", "no json"),
     ],
 )
 def test_broken_files_are_named(folder: Path, name: str, content: str) -> None:
@@ -107,3 +86,31 @@ def test_a_decoder_that_can_not_be_streamed_is_refused(folder: Path) -> None:
     backend.save(str(folder / "tokenizer.json"))
     with pytest.raises(ModelFilesInvalid, match="ByteLevel"):
         load(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_a_named_end_is_no_text_whatever_tokenizer_json_calls_it(folder: Path, name: str) -> None:
+    put(folder, name, {"eos_token": "</s>"})
+    model = load(folder)
+    assert model.ends == EndTokens(frozenset({3}), frozenset({3}))
+
+
+def test_a_gguf_files_ends_are_all_there(tmp_path: Path) -> None:
+    tokens = [*byte_level_tokens(), "<|eot|>", "<|eom|>", "<|turn|>"]
+    count = len(tokens)
+    source = TinyGguf(
+        tokens=tokens,
+        token_types=[3, 3] + [1] * (count - 5) + [3, 4, 3],
+        extra={
+            "tokenizer.ggml.eot_token_id": count - 3,
+            "tokenizer.ggml.eom_token_id": count - 2,
+        },
+    )
+    source.write(tmp_path / "model.gguf")
+    converted = tmp_path / "model"
+    converted.mkdir()
+    convert_gguf(tmp_path / "model.gguf", converted, NoProgress())
+    model = load(converted)
+    assert model.ends.ids == {1, count - 3, count - 2}
+    assert model.ends.named == {1}
+    assert model.template is not None

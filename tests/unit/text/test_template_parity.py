@@ -183,7 +183,7 @@ def test_the_process_renders_what_transformers_renders(
 ) -> None:
     source, pool = process
     try:
-        rendered = pool.render([ChatMessage(role, content) for role, content in messages])
+        rendered = pool.render([ChatMessage(role, content) for role, content in messages]).text
     except TextError:
         rendered = None
     assert rendered == expected(source, messages)

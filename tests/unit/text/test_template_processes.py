@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from control_plane.text.chat_template import ChatMessage, ChatTemplate
+from control_plane.text.control_tokens import added_tokens
+from control_plane.text.end_of_sequence import EndTokens
 from control_plane.text.errors import NoChatTemplate, TemplateFailed
 from control_plane.text.frames import FrameTooLong, read_frame, write_frame
 from control_plane.text.model_files import TextModel
@@ -55,7 +57,7 @@ def pool_of(stack: ExitStack, limits: RenderLimits = LIMITS) -> TemplatePool:
 
 
 def say(pool: TemplatePool, text: str) -> str:
-    return pool.render([ChatMessage("user", text)])
+    return pool.render([ChatMessage("user", text)]).text
 
 
 def render_processes() -> list[psutil.Process]:
@@ -170,7 +172,7 @@ def wait_until_it_works(process: psutil.Process) -> None:
 async def test_eight_at_once_get_what_one_gets(stack: ExitStack, byte_level: Tokenizer) -> None:
     limits = TextLimits(thread_count=2, render_cpu_seconds=0.3)
     pool = TemplatePool(OBEDIENT, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, OBEDIENT, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, OBEDIENT, EndTokens()), limits, pool)
     stack.callback(processor.close)
     texts = ["spin", *("abcdefg" * 10)]
     results = await gather(processor, texts)
@@ -184,10 +186,57 @@ async def gather(processor: TextProcessor, texts: Sequence[str]) -> list[object]
     return list(await asyncio.gather(*chats, return_exceptions=True))
 
 
+async def test_eight_long_chats_at_once_all_get_what_one_gets(
+    stack: ExitStack, byte_level: Tokenizer
+) -> None:
+    source = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    tokens = added_tokens(byte_level.backend, frozenset(), source)
+    template = ChatTemplate(source, {}, "chat_template.jinja", added_tokens=tokens)
+    limits = TextLimits()
+    pool = TemplatePool(template, limits.rendering, now=datetime.now)
+    processor = TextProcessor(TextModel(byte_level, template, EndTokens()), limits, pool)
+    stack.callback(processor.close)
+    chat = [ChatMessage("user", "a <|end|> b < c " * 64)] * 401
+    [one] = await asyncio.gather(processor.encode_chat(chat))
+    assert one.count(byte_level.id_of("<|end|>") or -1) == len(chat)
+    assert await asyncio.gather(*[processor.encode_chat(chat) for _ in range(8)]) == [one] * 8
+
+
+async def test_the_loop_does_no_work_for_what_a_chat_says(
+    stack: ExitStack, byte_level: Tokenizer
+) -> None:
+    limits = TextLimits()
+    pool = TemplatePool(OBEDIENT, limits.rendering, now=datetime.now)
+    processor = TextProcessor(TextModel(byte_level, OBEDIENT, EndTokens()), limits, pool)
+    stack.callback(processor.close)
+
+    async def calls_for(chat: list[ChatMessage]) -> int:
+        """Functions that this thread calls until the work is another's."""
+        count = 0
+
+        def on_event(_frame: object, event: str, _argument: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        coroutine = processor.encode_chat(chat)
+        sys.setprofile(on_event)
+        try:
+            future = coroutine.send(None)
+        finally:
+            sys.setprofile(None)
+        assert future is not None
+        coroutine.close()
+        return count
+
+    few = await calls_for([ChatMessage("user", "a")])
+    assert await calls_for([ChatMessage("user", "<|end|>" * 100_000)]) == few
+    assert await calls_for([ChatMessage("user", "a")] * 4096) < few + 4 * 4096
+
+
 async def test_chat_is_prepared_once(stack: ExitStack, byte_level: Tokenizer) -> None:
     limits = TextLimits()
     pool = TemplatePool(OBEDIENT, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, OBEDIENT, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, OBEDIENT, EndTokens()), limits, pool)
     stack.callback(processor.close)
     processor.prepare_chat()
     processor.prepare_chat()
@@ -201,7 +250,7 @@ async def test_a_broken_template_leaves_text_alone(
     limits = TextLimits()
     template = ChatTemplate("{% if %}", {}, "chat_template.jinja")
     pool = TemplatePool(template, limits.rendering, now=datetime.now)
-    processor = TextProcessor(TextModel(byte_level, template, frozenset()), limits, pool)
+    processor = TextProcessor(TextModel(byte_level, template, EndTokens()), limits, pool)
     stack.callback(processor.close)
     assert not await processor.supports_chat()
     with pytest.raises(NoChatTemplate, match=r"chat_template\.jinja.*line 1"):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.planes import ROOT, plane_environment
+from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from twinplane.cli import doctor, doctor_checks
 from twinplane.cli.doctor_checks import (
     Finding,
@@ -83,6 +84,18 @@ def test_the_worker_is_asked_in_another_process() -> None:
     assert found["executor torch with reference attention"].state is State.OK
 
 
+def test_a_model_that_a_worker_would_refuse_is_told(tmp_path: Path) -> None:
+    good = save_random(tiny_spec(), tmp_path / "good")
+    (good / "config.json").write_text(json.dumps(TINY_CONFIG))
+    found = {finding.subject: finding for finding in check_worker(None, str(good))}
+    assert found["weights"].state is State.OK
+    assert found["weights"].detail == "LlamaForCausalLM, 2 layers, 64 positions"
+    (good / "config.json").write_text(json.dumps({**TINY_CONFIG, "num_hidden_layers": 1}))
+    found = {finding.subject: finding for finding in check_worker(None, str(good))}
+    assert found["weights"].state is State.FAIL
+    assert "model.layers.1.input_layernorm.weight" in found["weights"].detail
+
+
 def test_a_probe_that_fails_is_reported() -> None:
     (died,) = check_worker(None, command=(sys.executable, "-c", "import no_such_module"))
     assert died.state is State.FAIL
@@ -146,7 +159,8 @@ def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert missing.fix == f"twinplane model pull {DEFAULT_MODEL}"
     folder = tmp_path / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("{}")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).write_text("{}")
     assert states(check_models((DEFAULT_MODEL,))) == [State.OK]
     assert DEFAULT_MODEL in check_cache(tmp_path)[0].detail
     # What can't be pulled by its name is no reason to say so.
@@ -170,10 +184,10 @@ def test_a_gguf_file_is_not_converted_by_looking(
 def test_the_settings_of_up_decide_what_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[int | None] = []
+    asked: list[tuple[int | None, str | None]] = []
 
-    def check(threads: int | None) -> list[Finding]:
-        asked.append(threads)
+    def check(threads: int | None, model: str | None) -> list[Finding]:
+        asked.append((threads, model))
         return []
 
     monkeypatch.setattr(doctor_checks, "check_worker", check)
@@ -184,7 +198,7 @@ def test_the_settings_of_up_decide_what_is_checked(
         port = taken.getsockname()[1]
         arguments = ["--json", f"--port={port}", "--metrics-port=none", "--threads=3"]
         assert doctor.main(arguments) == 1
-    assert asked == [3]
+    assert asked == [(3, "of-the-environment")]
     findings = json.loads(capsys.readouterr().out)
     failures = {entry["subject"]: entry for entry in findings if entry["state"] == "fail"}
     assert failures.keys() == {"port", "model"}

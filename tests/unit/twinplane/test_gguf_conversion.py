@@ -203,7 +203,7 @@ def test_divisors_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tiny", "named"),
     [
-        (TinyGguf(extra={"llama.expert_count": 8}), "mixture of experts"),
+        (TinyGguf(extra={"llama.expert_count": 8}), "expert_count is 8"),
         (TinyGguf(extra={"llama.rope.dimension_count": 8}), "8 rotated"),
         (TinyGguf(extra={"llama.rope.scaling.type": "longrope"}), "longrope"),
         (TinyGguf(extra={**YARN, "llama.rope.scaling.yarn_beta_slow": 33.0}), "yarn_beta_slow"),

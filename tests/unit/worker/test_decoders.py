@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.support.loaded_decoder import Loaded
 from tests.support.tiny_llama import (
     MAX_LENGTH,
     VOCABULARY,
@@ -31,21 +31,15 @@ from tests.support.tiny_spec import (
     with_head_norms,
     with_layers,
 )
-from worker_service.domain.batch import StepBatch
-from worker_service.domain.capability import DataType, Limits
+from worker_service.domain.capability import DataType
 from worker_service.layers.linear import DenseLinear, PackedLinear, make_linear
-from worker_service.model.loader import WeightLoader
 from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec, LayerSpec
 from worker_service.runner.compiled_executor import COMPILED
-from worker_service.runner.executor import ExecutorConfig, ExecutorType
-from worker_service.runner.kv_cache import KVCache, bytes_per_block, layer_groups
-from worker_service.runner.options import Quantization
+from worker_service.runner.executor import ExecutorType
+from worker_service.runner.kv_cache import bytes_per_block, layer_groups
 from worker_service.runner.selection import EXECUTORS
-from worker_service.weights.checkpoint import Checkpoint
 
-BLOCK_SIZE = 8
-TORCH_EXECUTOR = EXECUTORS[1]
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -54,75 +48,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-
-class Loaded:
-    """A model from a folder with one sequence's cache, driven without a runner.
-
-    Its blocks hold NaN where nothing is written, if the executor promises not to look there.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        kind: ExecutorType = TORCH_EXECUTOR,
-        spec: DecoderSpec | None = None,
-    ) -> None:
-        """The folder's config describes the model where there is no `spec`."""
-        with torch.inference_mode(), Checkpoint(folder) as checkpoint:
-            self._load(spec or describe(checkpoint.config), checkpoint, kind)
-
-    def _load(self, spec: DecoderSpec, checkpoint: Checkpoint, kind: ExecutorType) -> None:
-        device = torch.device("cpu")
-        self.block_count = MAX_LENGTH // BLOCK_SIZE
-        config = ExecutorConfig(
-            spec=spec,
-            device=device,
-            data_type=torch.float32,
-            quantization=Quantization.NONE,
-            kv_data_type=DataType.FLOAT32,
-            block_size=BLOCK_SIZE,
-            # Fewer sequences than positions whose logits are asked for.
-            limits=Limits(2, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
-            thread_count=2,
-            progress=lambda line: None,
-        )
-        groups = layer_groups(spec, DataType.FLOAT32)
-        cache = KVCache(groups, self.block_count + 1, BLOCK_SIZE, device)
-        unwritten = math.nan if kind.attention_backend is None else 0.0
-        for layer in cache.layers:
-            layer.keys.fill_(unwritten)
-            layer.values.fill_(unwritten)
-        assert kind.probe(config) is None
-        loader = WeightLoader(checkpoint, spec, torch.float32, device)
-        self.executor = kind.load(config, loader, cache)
-        loader.finish()
-
-    def run(self, tokens: list[int], start: int, wanted: list[int]) -> torch.Tensor:
-        """float32 [wanted, vocabulary] of one step of `tokens` from position `start` on."""
-        count = len(tokens)
-        positions = np.arange(start, start + count, dtype=np.int32)
-        with torch.inference_mode():
-            return self.executor.run(
-                StepBatch(
-                    query_starts=np.array([0, count], dtype=np.int32),
-                    context_lengths=np.array([start + count], dtype=np.int32),
-                    token_ids=np.array(tokens, dtype=np.int32),
-                    positions=positions,
-                    slots=positions + np.int32(BLOCK_SIZE),
-                    block_tables=np.arange(1, self.block_count + 1, dtype=np.int32)[None],
-                ),
-                np.array(wanted, dtype=np.int32),
-            ).clone()
-
-    def logits(self, tokens: list[int], chunks: list[int]) -> torch.Tensor:
-        """float32 [tokens, vocabulary], computed in the given chunks."""
-        parts, start = [], 0
-        for chunk in chunks:
-            parts.append(self.run(tokens[start : start + chunk], start, list(range(chunk))))
-            start += chunk
-        assert start == len(tokens)
-        return torch.cat(parts)
 
 
 def prompt(length: int) -> list[int]:
@@ -235,7 +160,9 @@ def test_norms_of_heads_equal_transformers(kind: ExecutorType, tmp_path: Path) -
     reference = qwen3()
     folder = save(reference, tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    spec = with_head_norms(describe({**config, "architectures": ["LlamaForCausalLM"]}))
+    spec = with_head_norms(
+        describe({**config, "architectures": ["LlamaForCausalLM"], "model_type": "llama"})
+    )
     tokens = prompt(40)
     torch.testing.assert_close(
         Loaded(folder, kind, spec).logits(tokens, [17, 1, 22]),

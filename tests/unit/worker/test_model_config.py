@@ -26,7 +26,7 @@ SMALLEST: dict[str, Any] = {
 
 
 MISTRAL: dict[str, Any] = {"architectures": ["MistralForCausalLM"]}
-QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"]}
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 8}
 
 
 def parsed(**changes: Any) -> DecoderSpec:
@@ -123,13 +123,13 @@ def test_rope_is_read_in_both_generations() -> None:
     assert rope(new).scaling == LinearScaling(2.0)
 
 
-def test_the_original_length_outside_the_scaling_wins_as_in_transformers() -> None:
-    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 99}
-    inside = rope(parsed(rope_scaling=scaling)).scaling
-    outside = rope(parsed(rope_scaling=scaling, original_max_position_embeddings=77)).scaling
-    assert isinstance(inside, YarnScaling)
-    assert isinstance(outside, YarnScaling)
-    assert (inside.original_length, outside.original_length) == (99, 77)
+def test_the_original_length_may_stand_outside_of_the_scaling() -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    inside = rope(parsed(rope_scaling={**scaling, "original_max_position_embeddings": 99}))
+    outside = rope(parsed(rope_scaling=scaling, original_max_position_embeddings=99))
+    assert isinstance(inside.scaling, YarnScaling)
+    assert inside.scaling.original_length == 99
+    assert inside == outside
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_original_length_outside_the_scaling_wins_as_in_transformers() -> No
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"torch_dtype": "float8_e4m3fn"}, "dtype"),
+        ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
         ({"hidden_size": 56}, "head_dim"),
         (
             {
@@ -171,15 +171,15 @@ def test_the_refused_value_is_named() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"vocab_size": None}, "lacks vocab_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64'"),
+        ({"vocab_size": None}, "vocab_size is null"),
+        ({"hidden_size": "64"}, 'hidden_size is "64"'),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"attention_bias": 1}, "attention_bias"),
         ({"architectures": []}, "architectures"),
         ({"rope_scaling": {"rope_type": "linear"}}, "lacks rope_scaling.factor"),
-        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear"'),
     ],
 )
 def test_what_makes_no_sense_is_named(changes: dict[str, Any], words: str) -> None:

@@ -14,8 +14,9 @@ from twinplane.models.gguf.tokenizer_conversion import build_tokenizer, tokenize
 from twinplane.models.gguf.tokenizer_metadata import read_tokenizer_metadata
 from twinplane.models.progress import Progress
 
-# Goes up when the same GGUF file gives another folder: cached folders are then made again.
-CONVERSION_VERSION = 2
+# Goes up when the same GGUF file gives another folder, or is refused: cached folders are then made
+# again.
+CONVERSION_VERSION = 3
 
 
 def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:

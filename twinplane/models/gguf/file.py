@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
+from twinplane.models.folder import check_readable, unreadable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +32,11 @@ class GgufFile:
                 f"reading GGUF needs the package {error.name}: pip install 'twinplane[worker]'"
             ) from error
         self.path = path
+        check_readable(path)
         try:
             self._reader: GGUFReader = GGUFReader(path)
+        except OSError as error:
+            raise ModelInvalid(unreadable(path, error)) from error
         except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
             # The kind of error depends on where the file is damaged.
             raise ModelInvalid(f"{path} is not a readable GGUF file: {error}") from error
@@ -61,21 +66,39 @@ class GgufFile:
         value = self._value(key)
         return None if value is None else int(self._typed(key, int, value))
 
-    def need_int(self, key: str) -> int:
-        """An integer; raises ModelInvalid when the key isn't there."""
+    def find_size(self, key: str) -> int | None:
+        """An integer of at least 1, or None when the key isn't there."""
         value = self.find_int(key)
+        if value is not None and value < 1:
+            raise ModelInvalid(f"{self.path}: {key} is {value}, must be at least 1")
+        return value
+
+    def need_size(self, key: str) -> int:
+        """An integer of at least 1; raises ModelInvalid when the key isn't there."""
+        value = self.find_size(key)
         if value is None:
             raise ModelInvalid(f"{self.path}: {key} is missing")
         return value
 
     def find_float(self, key: str) -> float | None:
-        """A number, or None. A float32 becomes the shortest decimal that rounds to it."""
+        """A finite number, or None. A float32 becomes the shortest decimal that rounds to it."""
         import numpy as np
 
         value = self._value(key)
         if value is None:
             return None
-        return float(str(np.float32(self._typed(key, float, value))))
+        number = float(str(np.float32(self._typed(key, float, value))))
+        if not math.isfinite(number):
+            raise ModelInvalid(f"{self.path}: {key} is {number}, must be finite")
+        return number
+
+    def metadata_keys(self) -> list[str]:
+        """The metadata's keys in the file's order."""
+        return list(self._reader.fields)
+
+    def value(self, key: str) -> Any:
+        """The value of any type, or None when the key isn't there."""
+        return self._value(key)
 
     def find_bool(self, key: str) -> bool | None:
         """A flag, or None."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
 from twinplane.models.gguf.file import GgufFile
+from twinplane.models.gguf.llama_metadata import check_metadata
 from twinplane.models.gguf.llama_rope import RopeScaling, read_rope_scaling
 
 
@@ -94,20 +95,12 @@ def read_shape(file: GgufFile) -> LlamaShape:
     Raises ModelInvalid for metadata that is missing or contradicts itself, ConversionUnsupported
     for a feature that LlamaForCausalLM doesn't compute.
     """
-    architecture = file.find_text("general.architecture")
-    if architecture != "llama":
-        raise ConversionUnsupported(
-            f"{file.path}: architecture {architecture} can't be converted, only llama"
-        )
-    if file.find_int("llama.expert_count"):
-        raise ConversionUnsupported(f"{file.path}: a mixture of experts can't be converted")
-    hidden = file.need_int("llama.embedding_length")
-    heads = file.need_int("llama.attention.head_count")
-    if heads < 1 or hidden < 1:
-        raise ModelInvalid(f"{file.path}: llama.attention.head_count is {heads}")
-    head_size = file.find_int("llama.attention.key_length") or hidden // heads
-    value_size = file.find_int("llama.attention.value_length") or head_size
-    rotated = file.find_int("llama.rope.dimension_count") or head_size
+    check_metadata(file)
+    hidden = file.need_size("llama.embedding_length")
+    heads = file.need_size("llama.attention.head_count")
+    head_size = file.find_size("llama.attention.key_length") or hidden // heads
+    value_size = file.find_size("llama.attention.value_length") or head_size
+    rotated = file.find_size("llama.rope.dimension_count") or head_size
     if value_size != head_size or rotated != head_size:
         raise ConversionUnsupported(
             f"{file.path}: heads of {head_size} with {rotated} rotated and values of {value_size}"
@@ -116,16 +109,35 @@ def read_shape(file: GgufFile) -> LlamaShape:
     epsilon = file.find_float("llama.attention.layer_norm_rms_epsilon")
     if epsilon is None:
         raise ModelInvalid(f"{file.path}: llama.attention.layer_norm_rms_epsilon is missing")
-    theta = file.find_float("llama.rope.freq_base") or 10000.0
+    theta = file.find_float("llama.rope.freq_base")
+    if theta is None:
+        theta = 10000.0
+    for key, number, least in (
+        ("llama.attention.layer_norm_rms_epsilon", epsilon, 0.0),
+        ("llama.rope.freq_base", theta, 1.0),
+    ):
+        if number <= least:
+            raise ModelInvalid(f"{file.path}: {key} is {number}, must be above {least:g}")
     names = file.tensor_names()
+    vocabulary = file.shape("token_embd.weight")[0]
+    if file.find_int("llama.vocab_size") not in (None, vocabulary):
+        raise ModelInvalid(
+            f"{file.path}: llama.vocab_size is {file.find_int('llama.vocab_size')}, and "
+            f"token_embd.weight has {vocabulary} rows"
+        )
+    layers = file.need_size("llama.block_count")
+    if layers > len(names):
+        raise ModelInvalid(
+            f"{file.path}: llama.block_count is {layers}, and there are {len(names)} tensors"
+        )
     return LlamaShape(
-        vocabulary_size=file.shape("token_embd.weight")[0],
-        context_length=file.need_int("llama.context_length"),
+        vocabulary_size=vocabulary,
+        context_length=file.need_size("llama.context_length"),
         hidden_size=hidden,
-        intermediate_size=file.need_int("llama.feed_forward_length"),
-        layer_count=file.need_int("llama.block_count"),
+        intermediate_size=file.need_size("llama.feed_forward_length"),
+        layer_count=layers,
         head_count=heads,
-        kv_head_count=file.find_int("llama.attention.head_count_kv") or heads,
+        kv_head_count=file.find_size("llama.attention.head_count_kv") or heads,
         head_size=head_size,
         norm_epsilon=epsilon,
         rope_theta=theta,

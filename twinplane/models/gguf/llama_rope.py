@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
-from twinplane.models.errors import ConversionUnsupported
+from twinplane.models.errors import ConversionUnsupported, ModelInvalid
 from twinplane.models.gguf.file import GgufFile
 
 
@@ -80,25 +79,13 @@ class Llama3Scaling:
         return result
 
 
-# By llama.cpp, what changes nothing: only this has an equivalent.
-_YARN_NEUTRAL = MappingProxyType(
-    {
-        "attn_factor": 1.0,
-        "yarn_attn_factor": 1.0,
-        "yarn_ext_factor": 1.0,
-        "yarn_log_multiplier": 0.0,
-    }
-)
-
 RopeScaling = LinearScaling | YarnScaling | Llama3Scaling
 
 
 def read_rope_scaling(file: GgufFile, head_size: int, theta: float) -> RopeScaling | None:
     """The file's scaling, or None. Raises ConversionUnsupported for one without an equivalent."""
     kind = file.find_text("llama.rope.scaling.type")
-    factor = file.find_float("llama.rope.scaling.factor") or file.find_float(
-        "llama.rope.scale_linear"
-    )
+    factor = _read_factor(file)
     if kind is None and factor is not None and factor != 1.0:
         kind = "linear"
     if file.has_tensor("rope_freqs.weight"):
@@ -117,14 +104,22 @@ def read_rope_scaling(file: GgufFile, head_size: int, theta: float) -> RopeScali
             raise ConversionUnsupported(f"{file.path}: rope scaling {kind} with factor {factor}")
 
 
+def _read_factor(file: GgufFile) -> float | None:
+    """The factor under its name of today or of before. Raises ModelInvalid."""
+    keys = ("llama.rope.scaling.factor", "llama.rope.scale_linear")
+    found = {key: value for key in keys if (value := file.find_float(key)) is not None}
+    for key, value in found.items():
+        if value <= 0.0:
+            raise ModelInvalid(f"{file.path}: {key} is {value}, must be above 0")
+    if len(set(found.values())) > 1:
+        raise ModelInvalid(f"{file.path}: {keys[0]} and {keys[1]} differ")
+    return next(iter(found.values()), None)
+
+
 def _read_yarn(file: GgufFile, factor: float) -> YarnScaling:
-    """Raises ConversionUnsupported for what Hugging Face's YaRN lacks or computes otherwise."""
-    for key, neutral in _YARN_NEUTRAL.items():
-        value = file.find_float(f"llama.rope.scaling.{key}")
-        if value not in (None, neutral):
-            raise ConversionUnsupported(f"{file.path}: llama.rope.scaling.{key} is {value}")
-    original = file.find_int("llama.rope.scaling.original_context_length")
-    scaling = YarnScaling(factor, original or file.need_int("llama.context_length"))
+    """Raises ConversionUnsupported for what Hugging Face's YaRN computes otherwise."""
+    original = file.find_size("llama.rope.scaling.original_context_length")
+    scaling = YarnScaling(factor, original or file.need_size("llama.context_length"))
     fast = file.find_float("llama.rope.scaling.yarn_beta_fast")
     slow = file.find_float("llama.rope.scaling.yarn_beta_slow")
     scaling = replace(
@@ -148,13 +143,15 @@ def _wavelengths(head_size: int, theta: float) -> list[float]:
 def _recover_llama3(
     file: GgufFile, divisors: list[float], head_size: int, theta: float
 ) -> Llama3Scaling | None:
+    if len(divisors) != head_size // 2 or not all(0.0 < each < math.inf for each in divisors):
+        raise ConversionUnsupported(
+            f"{file.path}: rope_freqs.weight must hold {head_size // 2} divisors above 0"
+        )
     if all(divisor == 1.0 for divisor in divisors):
         return None
     for candidate in _llama3_candidates(divisors, head_size, theta):
         again = candidate.divisors(head_size, theta)
-        if len(again) == len(divisors) and all(
-            math.isclose(a, b, rel_tol=1e-4) for a, b in zip(again, divisors, strict=True)
-        ):
+        if all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(again, divisors, strict=True)):
             return candidate
     raise ConversionUnsupported(f"{file.path}: rope_freqs.weight is not Llama 3's scaling")
 

@@ -66,6 +66,7 @@ def tensor_streams(file: GgufFile, shape: LlamaShape) -> list[TensorStream]:
             raise ConversionUnsupported(
                 f"{file.path}: tensor {name} is {file.shape(name)}, expected {expected[target]}"
             )
+        next(file.rows(name, chunk_bytes=1))  # refuses a format that can't be read
         order = None
         if heads := _interleaved_heads(name, shape):
             order = half_split_order(expected[target][0], heads)

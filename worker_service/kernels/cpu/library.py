@@ -292,6 +292,8 @@ class Context:
         self._handle = handle
         self.instruction_set = chosen
         self.threads = threads
+        self.build = path.parent.name
+        """Digest of the sources and, unless the library came prebuilt, of the compiler."""
 
     def close(self) -> None:
         """Ends the threads and frees the scratch memory. A second call does nothing."""

@@ -7,15 +7,15 @@ SiLU feed-forward block. Query, key and value are one projection, as are gate an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from worker_service.attention.interface import LayerAttention
 from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
 from worker_service.model.config import ConfigReader
-from worker_service.model.rope_config import read_rope
+from worker_service.model.rope_config import reached_length, read_rope
 from worker_service.model.spec import (
     AttentionSpec,
-    CopySpec,
     DecoderSpec,
     FeedForwardSpec,
     LayerSpec,
@@ -24,20 +24,35 @@ from worker_service.model.spec import (
     TensorSpec,
 )
 
+FULL, WINDOWED = "full_attention", "sliding_attention"
+
+_MOST_LAYERS = 10_000
 _DEFAULT_EPSILON = 1e-6
 # What transformers takes where config.json does not name a window; null means none.
 _DEFAULT_WINDOW = 4096
+# Buffers that old checkpoints hold. They follow from the config, and nobody reads them.
+_BUFFERS = ("inv_freq", "cos_cached", "sin_cached")
 
 
-def describe_llama_like(
-    reader: ConfigReader,
-    architecture: str,
-    *,
-    qkv_bias: bool,
-    output_bias: bool,
-    window_of: Callable[[int], int | None],
-) -> DecoderSpec:
-    """The decoder that the config describes; `window_of` gives a layer's window by its index.
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """How a family differs from its relatives.
+
+    `max_length` and `kv_head_count` stand for keys that config.json lacks, as transformers has
+    them; a `kv_head_count` of None is the number of query heads. `window_of` gives a layer's window
+    by its index.
+    """
+
+    max_length: int
+    kv_head_count: int | None
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    window_of: Callable[[int], int | None] = lambda _: None
+
+
+def describe_llama_like(reader: ConfigReader, architecture: str, variant: Variant) -> DecoderSpec:
+    """The decoder that the config describes.
 
     Raises ModelUnsupported and CheckpointInvalid as Family.describe does.
     """
@@ -46,12 +61,13 @@ def describe_llama_like(
         raise ModelUnsupported("hidden_act", activation, "silu")
     hidden = reader.integer("hidden_size")
     vocabulary = reader.integer("vocab_size")
-    max_length = reader.integer("max_position_embeddings")
-    layers = range(reader.integer("num_hidden_layers"))
-    heads = _heads(reader, hidden)
+    reader.token_ids("eos_token_id", vocabulary)  # the control plane reads them
+    max_length = reader.integer("max_position_embeddings", variant.max_length)
+    layers = range(_layer_count(reader))
+    heads = _heads(reader, hidden, variant)
     rope = read_rope(reader, heads.head_dim, max_length)
     epsilon = reader.number("rms_norm_eps", _DEFAULT_EPSILON)
-    feed_forward = _feed_forwards(reader, hidden, epsilon)
+    feed_forward = _feed_forwards(reader, hidden, epsilon, variant.mlp_bias)
     query_size, kv_size = heads.head_count * heads.head_dim, heads.kv_head_count * heads.head_dim
     qkv_sizes = {"q_proj": query_size, "k_proj": kv_size, "v_proj": kv_size}
 
@@ -64,10 +80,10 @@ def describe_llama_like(
                 heads.kv_head_count,
                 heads.head_dim,
                 heads.scale,
-                window_of(index),
+                variant.window_of(index),
             ),
-            qkv=projection(own, qkv_sizes, hidden, qkv_bias),
-            output=projection(own, {"o_proj": hidden}, query_size, output_bias),
+            qkv=projection(own, qkv_sizes, hidden, variant.qkv_bias),
+            output=projection(own, {"o_proj": hidden}, query_size, variant.output_bias),
             rope=rope,
             pre_norm=norm(f"{prefix}.input_layernorm", hidden, epsilon),
         )
@@ -79,21 +95,22 @@ def describe_llama_like(
         architecture=architecture,
         vocabulary_size=vocabulary,
         hidden_size=hidden,
-        max_length=max_length,
+        max_length=reached_length(rope, max_length),
         data_type=reader.data_type(),
         embedding=embedding,
         layers=tuple(LayerSpec(attention(index), feed_forward(index)) for index in layers),
         final_norm=norm("model.norm", hidden, epsilon),
         head=None if tied else ProjectionSpec((head,)),
-        copies=(CopySpec(head.name, embedding),) if tied else (),
-        # Old checkpoints hold the wavelengths, which follow from the config.
-        ignored=frozenset(
-            [
-                "model.rotary_emb.inv_freq",
-                *(f"model.layers.{index}.self_attn.rotary_emb.inv_freq" for index in layers),
-            ]
-        ),
+        tied_head=head.name if tied else None,
+        ignored=frozenset(_buffers(layers)),
     )
+
+
+def _buffers(layers: range) -> Iterator[str]:
+    for index in layers:
+        yield f"model.layers.{index}.self_attn.masked_bias"
+    for owner in ("model", *(f"model.layers.{index}.self_attn" for index in layers)):
+        yield from (f"{owner}.rotary_emb.{name}" for name in _BUFFERS)
 
 
 def projection(prefix: str, outputs: dict[str, int], inputs: int, bias: bool) -> ProjectionSpec:
@@ -115,29 +132,63 @@ def norm(name: str, size: int, epsilon: float) -> NormSpec:
 
 def sliding_window(reader: ConfigReader) -> int | None:
     """The positions that a windowed layer attends to; None where the config says null."""
-    if reader.has("sliding_window") and reader.values["sliding_window"] is None:
-        return None
-    return reader.integer("sliding_window", _DEFAULT_WINDOW)
+    return reader.integer_or_none("sliding_window", _DEFAULT_WINDOW)
 
 
-def _heads(reader: ConfigReader, hidden: int) -> LayerAttention:
+def layer_kinds(reader: ConfigReader) -> tuple[str, ...] | None:
+    """FULL or WINDOWED for each layer, or None where the config does not say."""
+    kinds, count = reader.words("layer_types"), _layer_count(reader)
+    if kinds is not None and len(kinds) != count:
+        raise reader.invalid("layer_types", f"one kind for each of {count} layers")
+    for kind in kinds or ():
+        if kind not in (FULL, WINDOWED):
+            raise ModelUnsupported("layer_types", kind, f"{FULL}, {WINDOWED}")
+    return kinds
+
+
+def refuse_kinds(kinds: tuple[str, ...] | None, only: str) -> None:
+    """Raises ModelUnsupported where a layer is of another kind than `only`."""
+    for kind in kinds or ():
+        if kind != only:
+            raise ModelUnsupported("layer_types", kind, only)
+
+
+def refuse_flag(reader: ConfigReader, key: str) -> None:
+    """Raises ModelUnsupported where the config turns on what the family does not have."""
+    if reader.flag(key, False):
+        raise ModelUnsupported(key, True, "false")
+
+
+def _layer_count(reader: ConfigReader) -> int:
+    return reader.integer("num_hidden_layers", maximum=_MOST_LAYERS)
+
+
+def _heads(reader: ConfigReader, hidden: int, variant: Variant) -> LayerAttention:
     head_count = reader.integer("num_attention_heads")
-    kv_head_count = reader.integer("num_key_value_heads", head_count)
+    kv_head_count = reader.integer_or_none("num_key_value_heads", variant.kv_head_count)
+    if kv_head_count is None:
+        kv_head_count = head_count
     if head_count % kv_head_count:
         raise CheckpointInvalid(
             f"config.json: num_attention_heads {head_count} is not a multiple of "
             f"num_key_value_heads {kv_head_count}"
         )
-    head_dim = reader.integer("head_dim", hidden // head_count)
+    head_dim = reader.integer_or_none("head_dim")
+    if head_dim is None:
+        if hidden % head_count:
+            raise CheckpointInvalid(
+                f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads "
+                f"{head_count}, and head_dim is not there"
+            )
+        head_dim = hidden // head_count
     return LayerAttention(head_count, kv_head_count, head_dim, 1.0 / math.sqrt(head_dim))
 
 
 def _feed_forwards(
-    reader: ConfigReader, hidden: int, epsilon: float
+    reader: ConfigReader, hidden: int, epsilon: float, bias: bool
 ) -> Callable[[int], FeedForwardSpec]:
     """The feed-forward block of a layer by its index."""
     intermediate = reader.integer("intermediate_size")
-    bias = reader.flag("mlp_bias", False)
 
     def feed_forward(index: int) -> FeedForwardSpec:
         prefix = f"model.layers.{index}"
