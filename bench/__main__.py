@@ -45,6 +45,7 @@ BENCHMARKS = (
     Benchmark("scheduler_cost", has_peers=True),
     Benchmark("control_cost"),
     Benchmark("stream_fanout"),
+    Benchmark("refusals"),
     Benchmark("split_cost"),
     Benchmark("cold_start", has_peers=True),
     Benchmark("memory"),

@@ -13,16 +13,21 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
+from control_plane.rpc.door import EngineDoor
 from control_plane.rpc.errors import CODES, status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.server import INFERENCE_METHODS, ControlServer, inference_service
+from control_plane.rpc.server import (
+    INFERENCE_METHODS,
+    MAX_REQUEST_BYTES,
+    ControlServer,
+    inference_service,
+)
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
@@ -47,13 +52,15 @@ _logger = logging.getLogger(__name__)
 
 # After a drain, calls only have their status to send.
 _STOP_GRACE_SECONDS = 2.0
+# Workers have no more, unless they are told to.
+_USUAL_ROWS = 256
 
 
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
     try:
         folder = resolve(config.model)
-        text_model = load_text_model(folder)
+        text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))
         return 1
@@ -105,7 +112,13 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         server = ControlServer(
             [inference_service(servicer)],
             readiness,
-            [StatusInterceptor(status_of, telemetry.rpc_finished, lambda: secrets.token_hex(8))],
+            StatusInterceptor(
+                status_of,
+                telemetry.rpc_finished,
+                lambda: secrets.token_hex(8),
+                max_message_bytes=MAX_REQUEST_BYTES,
+                door=EngineDoor(fleet),
+            ),
         )
         try:
             address = await server.start(config.host, config.port, _socket_path(config))
@@ -185,12 +198,11 @@ async def _start_metrics(
 
 def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     """The text side of the model as the settings want it."""
-    limits = TextLimits(thread_count=config.tokenizer_threads)
+    # As many as may run and wait: their texts never refuse whom the queue takes.
+    max_pending = config.max_num_waiting + (config.max_num_seqs or _USUAL_ROWS)
+    limits = TextLimits(thread_count=config.tokenizer_threads, max_pending=max_pending)
     renderer = None
     if model.template is not None:
-        if config.trust_message_special_tokens:
-            model = replace(model, template=replace(model.template, added_tokens=()))
-        assert model.template is not None
         renderer = TemplatePool(model.template, limits.rendering, now=datetime.now)
     return TextProcessor(model, limits, renderer)
 

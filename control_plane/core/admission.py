@@ -20,8 +20,8 @@ class Admission:
         self._config = config
         self._starts: deque[float] = deque(maxlen=_REMEMBERED_STARTS)
 
-    def check(self, request: Request, waiting_count: int) -> None:
-        """Raises RequestTooLong or QueueFull."""
+    def check(self, request: Request, live_count: int) -> None:
+        """Raises RequestTooLong or QueueFull. `live_count` sequences run or wait."""
         assert len(request.prompt_token_ids) > 0, "an empty prompt is refused at the edge"
         assert request.stop.max_tokens >= 1, "max_tokens is checked at the edge"
         longest = self._config.max_sequence_token_count - 1
@@ -30,9 +30,9 @@ class Admission:
                 f"the prompt has {len(request.prompt_token_ids)} tokens; at most {longest} leave "
                 f"room for one generated token"
             )
-        if waiting_count >= self._config.max_waiting_count:
+        if live_count >= self._config.max_live_count:
             raise QueueFull(
-                f"{waiting_count} requests are waiting, no more are accepted",
+                f"{live_count} requests run or wait, no more are accepted",
                 self.retry_after(request.arrival),
             )
 

@@ -58,6 +58,15 @@ class SchedulerConfig:
             )
 
     @property
+    def max_live_count(self) -> int:
+        """Sequences that may be here at once: one for each row, and those that wait for a row.
+
+        Not the waiting ones are counted but all, so that a row that is free just now counts: a
+        burst that the rows can take is not refused because it comes between two steps.
+        """
+        return self.max_sequence_count + self.max_waiting_count
+
+    @property
     def usable_block_count(self) -> int:
         """Blocks that can be handed out: all but the null block."""
         return self.block_count - 1

@@ -1,7 +1,7 @@
 """Why the core refuses. The tree:
 
 CoreError
-├── QueueFull            too many wait: try again after `retry_after` seconds
+├── QueueFull            too many run and wait: try again after `retry_after` seconds
 ├── RequestTooLong       can never fit: quotes the limit
 └── ResultMismatch       a step result that no plan asked for: our bug or the worker's
 """
@@ -14,7 +14,7 @@ class CoreError(Exception):
 
 
 class QueueFull(CoreError):
-    """The waiting queue is at its limit."""
+    """As many sequences run or wait as may."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)

@@ -10,13 +10,16 @@ from dataclasses import dataclass
 class Load:
     """How full a replica is. `replica` is its number; `attached`: its worker is there now.
 
-    `free_kv_tokens` counts the slots that can be handed out, cached ones included.
+    `free_kv_tokens` counts the slots that can be handed out, cached ones included. `room` is how
+    many sequences it takes now; if none, `retry_after` is in how many seconds it should.
     """
 
     replica: int
     attached: bool
     waiting: int
     free_kv_tokens: int
+    room: int
+    retry_after: float
 
 
 def order(loads: Sequence[Load]) -> list[int]:

@@ -56,8 +56,18 @@ class Scheduler:
         ledger = self._ledger
         assert sequence_id not in ledger.sequences, f"sequence {sequence_id} exists"
         assert request.output is not OutputKind.NONE, "a request wants tokens"
-        ledger.admission.check(request, ledger.waiting_count)
+        ledger.admission.check(request, len(ledger.sequences))
         ledger.enqueue(sequence_id, request, scanner)
+
+    @property
+    def room(self) -> int:
+        """Sequences that would be taken now."""
+        ledger = self._ledger
+        return max(0, ledger.config.max_live_count - len(ledger.sequences))
+
+    def retry_after(self, now: float) -> float:
+        """Seconds until there should be room again."""
+        return self._ledger.admission.retry_after(now)
 
     def sample(self, sequence_id: SequenceId, mask: bytes | None) -> None:
         """Says which tokens may come next in a sequence whose request says HOLD; None: any.

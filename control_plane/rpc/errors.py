@@ -6,6 +6,7 @@ EdgeError
 ├── InvalidRequest       fields break their rules: names each
 ├── UnknownModel         no model of this name is served: lists those that are
 ├── NoModelServed        no worker is attached yet
+├── RequestsTooLarge     requests that are looked at are too large together: try again soon
 ├── RowFailed            the worker could not compute this request's next token
 └── GenerationCancelled  the server ended the request
 
@@ -42,6 +43,7 @@ CODES: tuple[str, ...] = (
 """How the clients' RPCs end: by this table, well, by a bug of ours, or by their client."""
 
 _WORKER_RETRY_SECONDS = 1.0
+_TEXT_RETRY_SECONDS = 1.0
 _MAX_QUOTED_CHARACTERS = 128
 
 
@@ -72,6 +74,13 @@ class NoModelServed(EdgeError):
 
     def __init__(self) -> None:
         super().__init__("no model is served yet")
+
+
+class RequestsTooLarge(EdgeError):
+    """The requests whose text waits to become tokens have too many bytes together."""
+
+    def __init__(self, held_bytes: int) -> None:
+        super().__init__(f"requests of {held_bytes} bytes wait to be tokenized")
 
 
 class RowFailed(EdgeError):
@@ -120,6 +129,9 @@ def status_of(error: Exception) -> Status | None:
         case TextBusy(retry_after=seconds):
             quota = "waiting text work"
             return _full(reasons.ERROR_REASON_TEXT_QUEUE_FULL, message, seconds, quota)
+        case RequestsTooLarge():
+            quota = "bytes of waiting requests"
+            return _full(reasons.ERROR_REASON_TEXT_QUEUE_FULL, message, _TEXT_RETRY_SECONDS, quota)
         case NoModelServed() | EngineLost():
             return _unavailable(reasons.ERROR_REASON_NO_WORKER, message)
         case EngineDraining():
@@ -143,7 +155,9 @@ def _invalid(reason: reasons.ErrorReason, message: str, *violations: Violation) 
 
 def _full(reason: reasons.ErrorReason, message: str, retry_after: float, quota: str) -> Status:
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
-    return Status(code, reason_name(reason), message, retry_after=retry_after, quota=quota)
+    # Rounded, so that many answers are alike: they are made once.
+    seconds = round(retry_after, 1)
+    return Status(code, reason_name(reason), message, retry_after=seconds, quota=quota)
 
 
 def _unavailable(reason: reasons.ErrorReason, message: str) -> Status:

@@ -18,6 +18,7 @@ from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
 from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
+    MAX_REQUEST_ID_CHARACTERS,
     ChatPrompt,
     GenerateCall,
     Prompt,
@@ -39,7 +40,7 @@ from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
-from twinplane.grpc.interceptors import REQUEST_ID
+from twinplane.grpc.interceptors import REQUEST_ID, leave_door, require_time
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _MAX_DELTA_CHARACTERS = 2**18
@@ -85,15 +86,31 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         # A coroutine, not a generator, so that its `finally` runs in this task as soon as the call
         # is cancelled.
+        call = asyncio.current_task()
+        assert call is not None
+        self._generating.add(call)
+        call.add_done_callback(self._generating.discard)
+        submitting = self._submit(request, context)
+        # For as long as the call lasts, nobody holds its message or its prompt: they may be large.
+        del request
+        request_id, started, stream = await submitting
+        try:
+            await context.write(started)
+            await _send(context, stream)
+        finally:
+            if not stream.ended:
+                self._engine.finish(request_id, FinishReason.CANCELLED)
+
+    async def _submit(
+        self, request: inference_pb2.GenerateRequest, context: GenerateContext
+    ) -> tuple[RequestId, inference_pb2.GenerateResponse, TokenStream]:
+        """Hands the request to the engine. Returns its id, the first answer, and its stream."""
         arrival = self._clock()
-        call_task = asyncio.current_task()
-        assert call_task is not None
-        self._generating.add(call_task)
-        call_task.add_done_callback(self._generating.discard)
-        request_id = request.request_id or self._new_request_id()
-        REQUEST_ID.set(request_id)
+        request_id = RequestId(request.request_id or self._new_request_id())
+        REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         model = check_model(request.model, self._engine.served_model())
         call = check_generate(request, model)
+        del request
         token_ids = await self._encode(call.prompt)
         max_tokens = check_prompt(call.prompt, token_ids, call.stop, model)
         ends = self._text.ends(
@@ -101,17 +118,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         check_stop_strings(call.stop, lambda string: self._text.can_write(string, ends))
         core_request = self._core_request(
-            call, RequestId(request_id), token_ids, max_tokens, ends.ids, arrival
+            call, request_id, token_ids, max_tokens, ends.ids, arrival
         )
         assembler = self._text.assembler(call.stop.strings, token_ids, ends)
         stream = TokenStream(assembler, self._turns)
+        require_time(context)
+        leave_door()
         self._engine.submit(core_request, stream)
-        try:
-            await context.write(_started(core_request, model))
-            await _send(context, stream)
-        finally:
-            if not stream.ended:
-                self._engine.finish(core_request.request_id, FinishReason.CANCELLED)
+        return request_id, _started(core_request, model), stream
 
     async def Tokenize(  # noqa: N802
         self,

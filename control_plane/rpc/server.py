@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import grpc
-
 from twinplane.grpc.health import ServingState, SettableReadiness
+from twinplane.grpc.interceptors import StatusInterceptor
+from twinplane.grpc.options import FIXED_WINDOW, Connections, Keepalive
 from twinplane.grpc.server import GrpcServer, Service
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -18,10 +18,18 @@ INFERENCE_METHODS: tuple[str, ...] = tuple(
 )
 """As gRPC and the metrics name them."""
 
+# Clients may ping every five seconds; common defaults are slower. A client that vanished is noticed
+# within 30 seconds.
+CLIENT_CONNECTIONS = Connections(
+    Keepalive(idle_ms=20_000, answer_ms=10_000), peer_ping_ms=5_000, age_ms=30 * 60 * 1_000
+)
+MAX_CALLS_OF_A_CONNECTION = 4096
+
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    # Clients may ping every five seconds; common defaults are slower.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    # More of them wait in the client.
+    ("grpc.max_concurrent_streams", MAX_CALLS_OF_A_CONNECTION),
+    FIXED_WINDOW,
 )
 
 
@@ -38,9 +46,13 @@ class ControlServer(GrpcServer):
         self,
         services: Sequence[Service],
         readiness: SettableReadiness,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        interceptor: StatusInterceptor,
+        *,
+        connections: Connections = CLIENT_CONNECTIONS,
     ) -> None:
-        super().__init__(services, readiness, interceptors, options=_OPTIONS)
+        super().__init__(
+            services, readiness, interceptor, connections=connections, options=_OPTIONS
+        )
         self._readiness = readiness
 
     async def stop(self, grace: float) -> None:

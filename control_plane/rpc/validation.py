@@ -1,6 +1,6 @@
 """Checks request messages against every rule of inference.proto, and turns them into values.
 
-A refusal reports the first eight broken rules of the message together, each with its field's path.
+A refusal reports broken rules together, see checker.py, each with its field's path.
 `check_prompt` and `check_stop_strings` check what depends on the model's tokenizer.
 """
 
@@ -12,21 +12,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from control_plane.core.request import SamplingParams
-from control_plane.rpc.errors import InvalidRequest, NoModelServed, UnknownModel
+from control_plane.rpc.checker import Checker
+from control_plane.rpc.errors import NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
 from twinplane.bounds import SAMPLING_RANGES
 from twinplane.common.v1 import types_pb2
-from twinplane.errors import Violation
 from twinplane.inference.v1 import inference_pb2
 
 CHARACTERS_PER_TOKEN = 32
 """A text that has more characters than this for each token of the model's length can't fit."""
 
-_MAX_REPORTED = 8
 _MAX_PRIORITY = 100
 _MAX_MESSAGES = 4096
 """Of a chat: looking at each takes about a microsecond of the event loop."""
@@ -34,7 +32,7 @@ _MAX_STOP_STRINGS = 16
 _MAX_STOP_STRING_CHARACTERS = 256
 _MAX_STOP_TOKENS = 64
 _MAX_SALT_BYTES = 128
-_MAX_REQUEST_ID_CHARACTERS = 128
+MAX_REQUEST_ID_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,29 +92,6 @@ class TokenizeCall:
     add_special_tokens: bool
 
 
-class _Checker:
-    """Collects broken rules."""
-
-    def __init__(self) -> None:
-        self._violations: list[Violation] = []
-
-    def require(self, holds: bool, field: str, rule: str) -> bool:
-        if not holds:
-            self._violations.append(Violation(field, rule))
-        return holds
-
-    def known_fields(self, message: Message, path: str = "") -> None:
-        """Refuses unknown fields: one of a newer contract asks for what we would not do."""
-        unknown = UnknownFieldSet(message)
-        if len(unknown) > 0:
-            number = unknown[0].field_number
-            self.require(False, f"{path}{number}", "no field of this number is known here")
-
-    def raise_if_any(self) -> None:
-        if self._violations:
-            raise InvalidRequest(self._violations[:_MAX_REPORTED])
-
-
 def check_model(name: str, served: ServedModel | None) -> ServedModel:
     """The model a request names; empty means the only one. Raises UnknownModel, NoModelServed."""
     if served is None:
@@ -128,7 +103,8 @@ def check_model(name: str, served: ServedModel | None) -> ServedModel:
 
 def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -> GenerateCall:
     """Checks all but what needs the prompt's token count. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
+    _few_messages(checker, request.chat)
     checker.known_fields(request)
     prompt: Prompt | None = None
     match request.WhichOneof("prompt"):
@@ -163,7 +139,7 @@ def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -
 
 def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: ServedModel) -> int:
     """Returns the most tokens to generate after a prompt of these tokens. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     token_count = len(token_ids)
     _known_to_model(checker, prompt, token_ids, model)
     room = model.max_sequence_token_count - token_count
@@ -187,14 +163,14 @@ def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: Se
 
 def check_tokens(prompt: Prompt, token_ids: Sequence[int], model: ServedModel) -> None:
     """Checks that the model can take what the tokenizer has made. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     _known_to_model(checker, prompt, token_ids, model)
     checker.raise_if_any()
 
 
 def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
     """Refuses those that could never be found. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     for index, string in enumerate(stop.strings):
         checker.require(
             can_write(string), f"stop.strings[{index}]", "no tokens of the model give this text"
@@ -204,7 +180,8 @@ def check_stop_strings(stop: Stop, can_write: Callable[[str], bool]) -> None:
 
 def check_tokenize(request: inference_pb2.TokenizeRequest, model: ServedModel) -> TokenizeCall:
     """Checks what is to be tokenized. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
+    _few_messages(checker, request.chat)
     checker.known_fields(request)
     prompt: TextPrompt | ChatPrompt | None = None
     match request.WhichOneof("input"):
@@ -228,48 +205,53 @@ def check_detokenize(
     request: inference_pb2.DetokenizeRequest, model: ServedModel
 ) -> tuple[int, ...]:
     """The token ids. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     checker.known_fields(request)
+    checker.require(len(request.token_ids) > 0, "token_ids", "is empty")
+    _within_length(checker, request.token_ids, "token_ids", model)
+    checker.raise_if_any()  # a message may have millions: they are not looked at
     token_ids = tuple(request.token_ids)
-    checker.require(len(token_ids) > 0, "token_ids", "is empty")
     _in_vocabulary(checker, token_ids, "token_ids", model)
-    _within_length(checker, token_ids, "token_ids", model)
     checker.raise_if_any()
     return token_ids
 
 
 def check_empty(request: Message) -> None:
     """Checks a request that has no fields. Raises InvalidRequest."""
-    checker = _Checker()
+    checker = Checker()
     checker.known_fields(request)
     checker.raise_if_any()
 
 
-def _text(checker: _Checker, text: str, model: ServedModel) -> TextPrompt:
+def _text(checker: Checker, text: str, model: ServedModel) -> TextPrompt:
     _text_length(checker, len(text), "text", model)
     return TextPrompt(text)
 
 
-def _token_prompt(
-    checker: _Checker, message: types_pb2.TokenIds, model: ServedModel
-) -> TokenPrompt:
+def _token_prompt(checker: Checker, message: types_pb2.TokenIds, model: ServedModel) -> TokenPrompt:
     checker.known_fields(message, "token_ids.")
+    checker.require(len(message.ids) > 0, "token_ids", "is empty")
+    if not _within_length(checker, message.ids, "token_ids", model):
+        return TokenPrompt(array("I"))  # a message may have millions: they are not looked at
     token_ids = array("I", message.ids)
-    checker.require(len(token_ids) > 0, "token_ids", "is empty")
     _in_vocabulary(checker, token_ids, "token_ids", model)
     return TokenPrompt(token_ids)
 
 
-def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
-    checker.known_fields(chat, "chat.")
+def _few_messages(checker: Checker, chat: inference_pb2.Chat) -> None:
+    """Raises InvalidRequest at once for a chat of more messages than are looked at."""
     count = len(chat.messages)
-    checker.require(count > 0, "chat.messages", "is empty")
-    if not checker.require(
+    checker.require(
         count <= _MAX_MESSAGES,
         "chat.messages",
         f"has {count} messages, at most {_MAX_MESSAGES} are allowed",
-    ):
-        return ChatPrompt(())
+    )
+    checker.raise_if_any()
+
+
+def _chat(checker: Checker, chat: inference_pb2.Chat, model: ServedModel) -> ChatPrompt:
+    checker.known_fields(chat, "chat.")
+    checker.require(len(chat.messages) > 0, "chat.messages", "is empty")
     turns = tuple(ChatMessage(message.role, message.content) for message in chat.messages)
     known = inference_pb2.Chat()
     known.CopyFrom(chat)
@@ -285,7 +267,7 @@ def _chat(checker: _Checker, chat: inference_pb2.Chat, model: ServedModel) -> Ch
     return ChatPrompt(turns)
 
 
-def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
+def _sampling(checker: Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
     checker.known_fields(message, "sampling.")
     given = {field.name: value for field, value in message.ListFields()}
     for name, value in given.items():
@@ -297,7 +279,7 @@ def _sampling(checker: _Checker, message: types_pb2.SamplingParameters) -> Sampl
     return SamplingParams(**given)
 
 
-def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
+def _stop(checker: Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:
     checker.known_fields(message, "stop.")
     max_tokens = message.max_tokens if message.HasField("max_tokens") else None
     checker.require(max_tokens != 0, "stop.max_tokens", "0 is less than 1")
@@ -314,35 +296,36 @@ def _stop(checker: _Checker, message: inference_pb2.StopConditions, model: Serve
                 path,
                 f"has {len(string)} characters, at most {_MAX_STOP_STRING_CHARACTERS} are allowed",
             )
-    checker.require(
-        len(message.token_ids) <= _MAX_STOP_TOKENS,
+    token_ids = message.token_ids[: _MAX_STOP_TOKENS + 1]
+    if checker.require(
+        len(token_ids) <= _MAX_STOP_TOKENS,
         "stop.token_ids",
         f"has {len(message.token_ids)} tokens, at most {_MAX_STOP_TOKENS} are allowed",
-    )
-    _in_vocabulary(checker, message.token_ids, "stop.token_ids", model)
+    ):
+        _in_vocabulary(checker, token_ids, "stop.token_ids", model)
     return Stop(
         max_tokens,
-        tuple(message.strings),
-        frozenset(message.token_ids),
+        tuple(message.strings[: _MAX_STOP_STRINGS + 1]),
+        frozenset(token_ids),
         message.ignore_end_of_sequence,
     )
 
 
-def _request_id(checker: _Checker, request_id: str) -> None:
-    checker.require(
-        len(request_id) <= _MAX_REQUEST_ID_CHARACTERS,
+def _request_id(checker: Checker, request_id: str) -> None:
+    if checker.require(
+        len(request_id) <= MAX_REQUEST_ID_CHARACTERS,
         "request_id",
-        f"has {len(request_id)} characters, at most {_MAX_REQUEST_ID_CHARACTERS} are allowed",
-    )
-    checker.require(
-        request_id.isascii() and (request_id.isprintable() or not request_id),
-        "request_id",
-        "has a character that is not printable ASCII",
-    )
+        f"has {len(request_id)} characters, at most {MAX_REQUEST_ID_CHARACTERS} are allowed",
+    ):
+        checker.require(
+            request_id.isascii() and (request_id.isprintable() or not request_id),
+            "request_id",
+            "has a character that is not printable ASCII",
+        )
 
 
 def _in_vocabulary(
-    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
 ) -> None:
     largest = max(token_ids, default=0)
     checker.require(
@@ -353,7 +336,7 @@ def _in_vocabulary(
 
 
 def _known_to_model(
-    checker: _Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
+    checker: Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
 ) -> None:
     """The tokenizer may have tokens that were never trained: the model has no embedding of them."""
     if isinstance(prompt, TokenPrompt):
@@ -368,16 +351,16 @@ def _known_to_model(
 
 
 def _within_length(
-    checker: _Checker, token_ids: Sequence[int], field: str, model: ServedModel
-) -> None:
-    checker.require(
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
+) -> bool:
+    return checker.require(
         len(token_ids) <= model.max_sequence_token_count,
         field,
         f"has {len(token_ids)} tokens; the model's length is {model.max_sequence_token_count}",
     )
 
 
-def _text_length(checker: _Checker, length: int, field: str, model: ServedModel) -> None:
+def _text_length(checker: Checker, length: int, field: str, model: ServedModel) -> None:
     limit = CHARACTERS_PER_TOKEN * model.max_sequence_token_count
     checker.require(
         length <= limit,

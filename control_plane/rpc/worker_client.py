@@ -23,7 +23,7 @@ from control_plane.shell.ports import (
     WorkerUnusable,
 )
 from twinplane.bounds import MAX_EPOCH
-from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS
+from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS, Keepalive
 from twinplane.grpc.status import Status, read, read_ended
 from twinplane.worker.v1 import (
     info_pb2,
@@ -39,8 +39,7 @@ _MAX_DIGITS = 20
 _CHANNEL_OPTIONS = (
     *WORKER_CONNECTION_OPTIONS,
     NO_PROXY,
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    *Keepalive(idle_ms=10_000, answer_ms=5_000).options(),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),

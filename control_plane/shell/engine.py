@@ -9,6 +9,7 @@ EngineError
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +56,20 @@ class Engine(Protocol):
 
     def served_model(self) -> ServedModel | None:
         """What is served; None while no worker is attached."""
+        ...
+
+    def check_room(self) -> None:
+        """Raises QueueFull, or EngineDraining, when a request that came now would be refused.
+
+        Without any worker there is nothing to be full; it is for `submit` to say so.
+        """
+        ...
+
+    def reserve(self) -> Callable[[], None]:
+        """Takes a place for a request that is on its way, and returns what gives it back.
+
+        To be given back once, just before `submit` at the latest. Raises what `check_room` raises.
+        """
         ...
 
     def submit(self, request: Request, stream: TokenStream) -> None:

@@ -17,7 +17,7 @@ from itertools import count
 from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason, SequenceOutput
-from control_plane.core.placement import order
+from control_plane.core.placement import Load, order
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.core.tokens import Tokens
 from control_plane.shell.engine import (
@@ -81,6 +81,8 @@ class Fleet:
         self._sequences: dict[SequenceId, _Sequence] = {}
         self._requests: dict[RequestId, list[SequenceId]] = {}
         """The sequences of each request that are not over; never an empty list."""
+        self._reserved_count = 0
+        """Places of requests that are on their way."""
         self._empty = asyncio.Event()
         self._empty.set()
         self.replicas = [
@@ -107,6 +109,21 @@ class Fleet:
             max_sequence_token_count=min(model.max_sequence_token_count for model in models),
             vocabulary_size=min(model.vocabulary_size for model in models),
         )
+
+    def check_room(self) -> None:
+        """See Engine."""
+        if not self._accepting:
+            raise EngineDraining("the server is shutting down")
+        loads = self._loads()
+        if loads and sum(load.room for load in loads) <= self._reserved_count:
+            seconds = min(load.retry_after for load in loads)
+            raise QueueFull("as many requests run and wait as may", seconds)
+
+    def reserve(self) -> Callable[[], None]:
+        """See Engine."""
+        self.check_room()
+        self._reserved_count += 1
+        return self._give_back
 
     def submit(self, request: Request, stream: TokenStream) -> None:
         """Queues a request. Raises QueueFull, RequestTooLong or an EngineError."""
@@ -218,9 +235,16 @@ class Fleet:
 
     # --- registers ----------------------------------------------------------------------------
 
+    def _loads(self) -> list[Load]:
+        """Of the replicas that can take sequences."""
+        return [load for replica in self.replicas if (load := replica.load()) is not None]
+
+    def _give_back(self) -> None:
+        self._reserved_count -= 1
+
     def _place(self, sequence_id: SequenceId, request: Request, stream: TokenStream) -> Replica:
         """Adds a sequence to the first replica, in order of load, that takes it."""
-        loads = [load for replica in self.replicas if (load := replica.load()) is not None]
+        loads = self._loads()
         refusal: Exception = EngineLost("no worker is attached")
         for place, number in enumerate(order(loads)):
             try:

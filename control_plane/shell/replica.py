@@ -159,7 +159,8 @@ class Replica:
             return None
         stats = self._core.stats()
         free = stats.kv_free_tokens + stats.kv_cached_tokens
-        return Load(self.number, self.attached, stats.waiting, free)
+        retry_after = self._core.retry_after(self._clock())
+        return Load(self.number, self.attached, stats.waiting, free, self._core.room, retry_after)
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""

@@ -37,8 +37,11 @@ class TextModel:
     ends: EndTokens
 
 
-def load_text_model(folder: Path) -> TextModel:
-    """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid."""
+def load_text_model(folder: Path, *, trust_messages: bool = False) -> TextModel:
+    """Reads the folder; takes up to a second for a large vocabulary. Raises ModelFilesInvalid.
+
+    With `trust_messages`, special tokens that are written in chat messages are those tokens.
+    """
     backend = _load_backend(folder / "tokenizer.json")
     tokenizer_config = read_object(folder / "tokenizer_config.json")
     special_tokens_map = read_object(folder / "special_tokens_map.json")
@@ -51,7 +54,7 @@ def load_text_model(folder: Path) -> TextModel:
     _add_named(backend, special_tokens.texts)
     tokenizer = Tokenizer(backend)
     template = read_template(folder, tokenizer_config, special_tokens.named)
-    if template is not None:
+    if template is not None and not trust_messages:
         added = added_tokens(backend, special_tokens.texts, template.source)
         template = replace(template, added_tokens=added)
     ends = read_end_tokens(

@@ -12,6 +12,7 @@ from control_plane.rpc.errors import (
     GenerationCancelled,
     InvalidRequest,
     NoModelServed,
+    RequestsTooLarge,
     RowFailed,
     UnknownModel,
     status_of,
@@ -26,13 +27,19 @@ from control_plane.shell.ports import RefusalReason
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1.errors_pb2 import ErrorReason
 from twinplane.errors import Violation
-from twinplane.grpc.status import internal_status
+from twinplane.grpc.messages import MalformedMessage, MessageTooLarge
+from twinplane.grpc.status import deadline_status, internal_status, message_status
 from worker_service.domain.errors import Reason, WorkerError
 
 PREFIX = "ERROR_REASON_"
 NAMES = ErrorReason.DESCRIPTOR.values_by_name
 CONTRACT = {name.removeprefix(PREFIX) for name in NAMES} - {"UNSPECIFIED"}
 WORKER = {reason.value for reason in Reason} | {"INTERNAL"}
+BEFORE_ANY_SERVICE = {
+    message_status(MalformedMessage("not a message", "")).reason,
+    message_status(MessageTooLarge("too large")).reason,
+    deadline_status().reason,
+}
 
 EDGE_ERRORS = (
     InvalidRequest([Violation("text", "must not be empty")]),
@@ -41,6 +48,7 @@ EDGE_ERRORS = (
     NoChatTemplate("none"),
     UnknownModel("a", ["b"]),
     NoModelServed(),
+    RequestsTooLarge(9),
     DuplicateRequest("this id runs"),
     QueueFull("9 requests wait", 2.5),
     TextBusy(1.0),
@@ -73,7 +81,7 @@ def leaves(kind: type[WorkerError]) -> Iterator[type[WorkerError]]:
 
 
 def test_the_planes_use_every_reason_of_the_contract_and_no_other() -> None:
-    assert edge_reasons() | WORKER == CONTRACT
+    assert edge_reasons() | WORKER | BEFORE_ANY_SERVICE == CONTRACT
 
 
 def test_what_a_controller_knows_is_what_a_worker_says() -> None:

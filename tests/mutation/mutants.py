@@ -31,7 +31,7 @@ MUTANTS = (
     Mutant(
         "longest-prompt", "admission.py", "max_sequence_token_count - 1", "max_sequence_token_count"
     ),
-    Mutant("one-more-waits", "admission.py", "waiting_count >= self", "waiting_count > self"),
+    Mutant("one-more-waits", "admission.py", "live_count >= self", "live_count > self"),
     Mutant(
         "limit-ignores-prompt",
         "admission.py",

@@ -12,6 +12,7 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import WorkerRefused, WorkerUnusable
 from tests.simulation.rig import until
 from tests.simulation.test_loopback import alone, driven, facade, generate, server
+from tests.support.wire import Wire
 from tests.support.worker_rig import attach_request, refusal, serving
 from twinplane.bounds import MAX_EPOCH
 from worker_service.facade import WorkerFacade
@@ -59,20 +60,22 @@ async def test_a_worker_without_a_next_epoch_is_unusable_until_it_restarts(tmp_p
 
 
 async def test_the_control_plane_outlives_a_claim_of_the_last_epoch(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its streams end typed after the loss patience at the latest, and it serves again."""
+    """It says what is wrong, tries on, and serves again once the worker has been restarted."""
     expected = await alone()
-    uds = tmp_path / "worker.sock"
-    port = GrpcWorker(f"unix:{uds}", controller_id="test", attach_timeout=5.0)
+    right = {name: expected[name] for name in PROMPT_NAMES}
     async with AsyncExitStack() as stack:
-        async with facade() as worker, server(worker, uds):
+        async with facade() as worker, server(worker) as address:
+            number = int(address.rpartition(":")[2])
+            wire = await stack.enter_async_context(Wire(number))
+            port = GrpcWorker(f"127.0.0.1:{wire.port}", controller_id="test", attach_timeout=5.0)
             fleet = await stack.enter_async_context(driven(port, SchedulingSettings()))
-            assert await generate(fleet, PROMPT_NAMES) == {n: expected[n] for n in PROMPT_NAMES}
+            assert await generate(fleet, PROMPT_NAMES) == right
             await claim_by_another(worker, MAX_EPOCH)
-            await port.detach()  # as the connection of a fenced pipeline ends
+            wire.reset()
             await until(lambda: "restart the worker" in str([vars(r) for r in caplog.records]))
             assert not fleet.ready
-        async with facade() as worker, server(worker, uds):
+        async with facade() as worker, server(worker, port=number):
             await until(lambda: fleet.ready)
-            assert await generate(fleet, PROMPT_NAMES) == {n: expected[n] for n in PROMPT_NAMES}
+            assert await generate(fleet, PROMPT_NAMES) == right

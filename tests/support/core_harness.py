@@ -95,14 +95,13 @@ class Harness:
 
     def submit(self, request: Request, pair: Pair | None = None) -> None:
         longest = self.config.max_sequence_token_count - 1
-        waiting = self.scheduler.stats().waiting
         name = SequenceId(request.seed)
         self.salts[request.seed] = request.cache_salt
         scanner = None if pair is None else PairScanner(pair)
         if len(request.prompt_token_ids) > longest:
             with pytest.raises(RequestTooLong, match=str(longest)):
                 self.scheduler.add(name, request, scanner)
-        elif waiting >= self.config.max_waiting_count:
+        elif len(self.live) >= self.config.max_sequence_count + self.config.max_waiting_count:
             with pytest.raises(QueueFull) as refused:
                 self.scheduler.add(name, request, scanner)
             assert refused.value.retry_after > 0

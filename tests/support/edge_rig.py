@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -12,10 +12,12 @@ import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from control_plane.core.errors import QueueFull
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import WeightVersion
 from control_plane.core.request import Request, RequestId
 from control_plane.core.tokens import Tokens
+from control_plane.rpc.door import MAX_HELD_BYTES, EngineDoor
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.shell.engine import ServedModel
@@ -41,6 +43,9 @@ class FakeEngine:
 
     model: ServedModel | None = MODEL
     refusal: Exception | None = None
+    places: int = 1_000
+    reserved: int = 0
+    """Places of requests that were not submitted yet."""
     requests: list[Request] = field(default_factory=list)
     streams: list[TokenStream] = field(default_factory=list)
     counted: int = 0
@@ -51,6 +56,19 @@ class FakeEngine:
 
     def served_model(self) -> ServedModel | None:
         return self.model
+
+    def check_room(self) -> None:
+        if self.reserved >= self.places:
+            raise QueueFull("the queue is full", 2.5)
+
+    def reserve(self) -> Callable[[], None]:
+        self.check_room()
+        self.reserved += 1
+
+        def give_back() -> None:
+            self.reserved -= 1
+
+        return give_back
 
     def submit(self, request: Request, stream: TokenStream) -> None:
         if self.refusal is not None:
@@ -101,6 +119,7 @@ class Edge:
     calls: list[tuple[str, str]]
     counted: asyncio.Event
     text_model: TextModel
+    door: EngineDoor
 
     async def wait_counted(self, count: int = 1) -> None:
         """Until that many calls have ended on the server."""
@@ -112,10 +131,14 @@ class Edge:
 
 @asynccontextmanager
 async def running_edge(
-    text_model: TextModel, limits: TextLimits, renderer: ChatRenderer | None = None
+    text_model: TextModel,
+    limits: TextLimits,
+    renderer: ChatRenderer | None = None,
+    max_held_bytes: int = MAX_HELD_BYTES,
 ) -> AsyncIterator[Edge]:
     """`renderer` stands in for the processes that render the model's chat template."""
     engine = FakeEngine()
+    door = EngineDoor(engine, max_held_bytes)
     calls: list[tuple[str, str]] = []
     counted = asyncio.Event()
 
@@ -135,7 +158,7 @@ async def running_edge(
         new_request_id=lambda: f"made-{next(names)}",
     )
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(status_of, on_call, lambda: "error-1")],
+        interceptors=[StatusInterceptor(status_of, on_call, lambda: "error-1", door=door)],
         options=[("grpc.max_receive_message_length", 16 << 20)],
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
@@ -144,7 +167,7 @@ async def running_edge(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Edge(engine, stub, port, calls, counted, text_model)
+            yield Edge(engine, stub, port, calls, counted, text_model, door)
     finally:
         await server.stop(0)
         text.close()

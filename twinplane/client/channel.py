@@ -5,7 +5,7 @@ from __future__ import annotations
 import grpc
 
 from twinplane.client.values import TlsCredentials
-from twinplane.grpc.options import NO_PROXY
+from twinplane.grpc.options import NO_PROXY, Keepalive
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 * 1024 * 1024),
@@ -13,6 +13,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     # Short, so that a retry finds a restarted server again.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5_000),
+    # A server that vanished is noticed within 50 seconds, also while a first token is waited for.
+    *Keepalive(idle_ms=30_000, answer_ms=20_000).options(),
+    ("grpc.http2.max_pings_without_data", 0),
     NO_PROXY,
 )
 

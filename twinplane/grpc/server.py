@@ -13,8 +13,9 @@ from grpc_reflection.v1alpha import reflection
 
 from twinplane.grpc.health import SERVICE_NAME as HEALTH_SERVICE_NAME
 from twinplane.grpc.health import HealthServicer, Readiness
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import listen
-from twinplane.grpc.options import SERVER_OPTIONS, Option
+from twinplane.grpc.options import LEFT_PACKED, SERVER_OPTIONS, Connections, Option
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +32,24 @@ class Service:
 class GrpcServer:
     """grpc.aio with `services`, health for each of them, and reflection.
 
-    `options` are added to those that all servers share. More than `max_open_calls` open calls are
-    refused with RESOURCE_EXHAUSTED; None sets no bound.
+    `interceptor` receives all messages. `options` are added to those that all servers share. More
+    than `max_open_calls` open calls are refused with RESOURCE_EXHAUSTED; None sets no bound.
     """
 
     def __init__(
         self,
         services: Sequence[Service],
         readiness: Readiness,
-        interceptors: Sequence[grpc.aio.ServerInterceptor],
+        interceptor: StatusInterceptor,
         *,
+        connections: Connections,
         options: Sequence[Option] = (),
         max_open_calls: int | None = None,
     ) -> None:
         self._socket: Path | None = None
         self._server = grpc.aio.server(
-            interceptors=list(interceptors),
-            options=(*SERVER_OPTIONS, *options),
+            interceptors=[interceptor],
+            options=(*SERVER_OPTIONS, LEFT_PACKED, *connections.options(), *options),
             maximum_concurrent_rpcs=max_open_calls,
         )
         names = [service.name for service in services]

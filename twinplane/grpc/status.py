@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NoReturn
 
 import grpc
@@ -16,8 +17,15 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.message import DecodeError, Message
 from google.rpc import error_details_pb2, status_pb2
 
-from twinplane.common.v1.errors_pb2 import ERROR_REASON_INTERNAL, ErrorReason
+from twinplane.common.v1.errors_pb2 import (
+    ERROR_REASON_DEADLINE_PASSED,
+    ERROR_REASON_INTERNAL,
+    ERROR_REASON_MALFORMED_MESSAGE,
+    ERROR_REASON_MESSAGE_TOO_LARGE,
+    ErrorReason,
+)
 from twinplane.errors import Violation
+from twinplane.grpc.messages import MalformedMessage, MessageError, MessageTooLarge
 
 ERROR_DOMAIN = "twinplane"
 
@@ -89,10 +97,50 @@ def internal_status(error_id: str) -> Status:
     )
 
 
+def message_status(error: MessageError) -> Status:
+    """The status for a message that can't be looked at."""
+    message = str(error)
+    if isinstance(error, MessageTooLarge):
+        reason = reason_name(ERROR_REASON_MESSAGE_TOO_LARGE)
+        return Status(grpc.StatusCode.RESOURCE_EXHAUSTED, reason, message, quota="message bytes")
+    path = error.field if isinstance(error, MalformedMessage) else ""
+    return Status(
+        grpc.StatusCode.INVALID_ARGUMENT,
+        reason_name(ERROR_REASON_MALFORMED_MESSAGE),
+        message,
+        violations=(Violation(path, message),),
+    )
+
+
+def deadline_status() -> Status:
+    """The status for a call that comes to its turn too late."""
+    return Status(
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        reason_name(ERROR_REASON_DEADLINE_PASSED),
+        "the deadline passed before anything was done",
+    )
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> NoReturn:
     """Ends the call with the status. Raises what ends a call in grpc.aio."""
-    details = status.to_pb().SerializeToString()
+    if status.violations or status.metadata:
+        details = status.to_pb().SerializeToString()
+    else:
+        details = _plain_details(
+            status.code, status.reason, status.message, status.retry_after, status.quota
+        )
     await context.abort(status.code, status.message, ((_DETAILS_KEY, details),))
+
+
+@lru_cache(maxsize=64)
+def _plain_details(
+    code: grpc.StatusCode, reason: str, message: str, retry_after: float | None, quota: str | None
+) -> bytes:
+    """The details of a status that says nothing of its call: a server that is full gives the same
+    answer thousands of times."""
+    status = Status(code, reason, message, retry_after=retry_after, quota=quota)
+    details: bytes = status.to_pb().SerializeToString()
+    return details
 
 
 def read(error: grpc.RpcError) -> Status:

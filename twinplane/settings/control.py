@@ -64,7 +64,7 @@ class ControlConfig:
         None, "most tokens of a step; default: the worker's limit", group=_SCHEDULING
     )
     max_num_waiting: int = option(
-        1024, "most requests that wait; more are refused", group=_SCHEDULING
+        1024, "most requests beyond those with a row; more are refused", group=_SCHEDULING
     )
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin alike", group=_SCHEDULING

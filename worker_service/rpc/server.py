@@ -6,8 +6,9 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from twinplane.bounds import WORKER_MESSAGE_BYTES
 from twinplane.grpc.interceptors import StatusInterceptor
-from twinplane.grpc.options import WORKER_CONNECTION_OPTIONS
+from twinplane.grpc.options import WORKER_CONNECTION_OPTIONS, Connections, Keepalive
 from twinplane.grpc.server import GrpcServer, Service
 from twinplane.process.logs import fields
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
@@ -18,12 +19,8 @@ from worker_service.rpc.servicer import ModelRunnerServicer
 
 SERVICE_NAME: str = model_runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"].full_name
 
-_OPTIONS = (
-    *WORKER_CONNECTION_OPTIONS,
-    # Controllers may ping every second.
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.max_ping_strikes", 0),
-)
+# A controller that vanished is noticed within 15 seconds.
+WORKER_CONNECTIONS = Connections(Keepalive(idle_ms=10_000, answer_ms=5_000), peer_ping_ms=1_000)
 # Each open call may hold a message of the largest size.
 _MAX_OPEN_CALLS = 256
 
@@ -45,8 +42,11 @@ class WorkerServer(GrpcServer):
         super().__init__(
             [Service(SERVICE_NAME, add_to_server, self._servicer)],
             LifecycleReadiness(facade.lifecycle),
-            [StatusInterceptor(status_of, _log_call, new_error_id)],
-            options=_OPTIONS,
+            StatusInterceptor(
+                status_of, _log_call, new_error_id, max_message_bytes=WORKER_MESSAGE_BYTES
+            ),
+            connections=WORKER_CONNECTIONS,
+            options=WORKER_CONNECTION_OPTIONS,
             max_open_calls=_MAX_OPEN_CALLS,
         )
 

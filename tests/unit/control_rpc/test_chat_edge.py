@@ -10,16 +10,13 @@ from pathlib import Path
 import grpc
 import pytest
 
-from control_plane.app import text_processor
 from control_plane.rpc.errors import InvalidRequest
 from control_plane.rpc.validation import check_generate, check_tokenize
-from control_plane.text.chat_template import ChatMessage as Turn
 from control_plane.text.chat_template import ChatTemplate
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import MODEL, Edge, generate_request, ids, refusal_of, running_edge
 from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage, TokenizeRequest
-from twinplane.settings.control import ControlConfig
 
 END, START = "<|im_end|>", "<|im_start|>"
 
@@ -51,14 +48,10 @@ async def test_a_message_can_not_forge_a_turn(edge: Edge, chat: Chat) -> None:
 
 
 async def test_an_operator_may_trust_messages(tiny_model: Path) -> None:
-    config = ControlConfig(model=str(tiny_model), trust_message_special_tokens=True)
-    processor = text_processor(config, load_text_model(tiny_model))
-    try:
-        tokens = await processor.encode_chat([Turn("user", f"a{END}")])
-        text = f"{START}user\na{END}{END}\n{START}assistant\n"
-        assert tokens == await processor.encode(text, add_special_tokens=True)
-    finally:
-        processor.close()
+    model = load_text_model(tiny_model, trust_messages=True)
+    async with running_edge(model, TextLimits()) as edge:
+        tokens = await tokens_of(edge, said(f"a{END}"))
+        assert tokens == ids(f"{START}user\na{END}{END}\n{START}assistant\n", edge)
 
 
 async def test_a_template_that_reads_control_tokens_refuses_them_by_field(

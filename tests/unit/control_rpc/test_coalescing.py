@@ -94,7 +94,7 @@ async def serving(
     server = ControlServer(
         [inference_service(servicer)],
         SettableReadiness(),
-        [StatusInterceptor(status_of, lambda *call: None, lambda: "error")],
+        StatusInterceptor(status_of, lambda *call: None, lambda: "error"),
     )
     running = asyncio.create_task(fleet.run())
     try:

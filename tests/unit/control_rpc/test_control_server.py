@@ -15,6 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from control_plane.rpc.server import INFERENCE_SERVICE_NAME, ControlServer, inference_service
 from twinplane.grpc.health import SettableReadiness
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import CannotListen
 from twinplane.grpc.server import Service
 from twinplane.inference.v1 import inference_pb2_grpc
@@ -33,10 +34,14 @@ class Rig:
     readiness: SettableReadiness
 
 
+def interceptor() -> StatusInterceptor:
+    return StatusInterceptor(lambda error: None, lambda *call: None, lambda: "error")
+
+
 def made() -> Rig:
     readiness = SettableReadiness()
     service = inference_service(inference_pb2_grpc.InferenceServiceServicer())
-    return Rig(ControlServer([service], readiness, []), readiness)
+    return Rig(ControlServer([service], readiness, interceptor()), readiness)
 
 
 @asynccontextmanager
@@ -101,7 +106,7 @@ async def test_another_service_is_one_more_in_the_list() -> None:
         "other.v1.Name", add_to_server, model_runner_pb2_grpc.ModelRunnerServiceServicer()
     )
     first = inference_service(inference_pb2_grpc.InferenceServiceServicer())
-    server = ControlServer([first, other], SettableReadiness(), [])
+    server = ControlServer([first, other], SettableReadiness(), interceptor())
     address = await server.start("127.0.0.1", 0)
     try:
         async with health_stub(address) as stub:

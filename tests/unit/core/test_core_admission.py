@@ -9,7 +9,8 @@ import pytest
 
 from control_plane.core.admission import Admission
 from control_plane.core.errors import QueueFull, RequestTooLong
-from tests.support.core_requests import add, config, planned, request, scheduler_of
+from control_plane.core.events import FinishReason
+from tests.support.core_requests import add, config, planned, request, scheduler_of, sequence
 
 
 def test_a_prompt_must_leave_room_for_a_token() -> None:
@@ -29,16 +30,28 @@ def test_ids_are_unique_among_those_that_run_or_wait() -> None:
         add(scheduler, request("a", [1]))
 
 
-def test_the_queue_has_an_end() -> None:
+@pytest.mark.parametrize("planned_after", range(4))
+def test_nobody_is_refused_while_a_row_is_free(planned_after: int) -> None:
+    """A burst on an idle server finds as many places before the first step as after it."""
     scheduler = scheduler_of(config(waiting=2, rows=1))
+    for count in range(3):
+        assert scheduler.room == 3 - count
+        add(scheduler, request(f"r{count}", [1]))
+        if count == planned_after:
+            planned(scheduler)
+    assert scheduler.room == 0
+    with pytest.raises(QueueFull, match="3 requests run or wait") as refused:
+        add(scheduler, request("more", [1]))
+    assert refused.value.retry_after == scheduler.retry_after(0.0) == 1.0
+
+
+def test_a_place_is_free_again_as_soon_as_a_sequence_is_over() -> None:
+    scheduler = scheduler_of(config(waiting=1, rows=1))
     add(scheduler, request("a", [1]))
     add(scheduler, request("b", [1]))
-    with pytest.raises(QueueFull) as refused:
-        add(scheduler, request("c", [1]))
-    assert refused.value.retry_after == 1.0
-    planned(scheduler)
-    add(scheduler, request("c", [1]))
-    assert scheduler.stats().waiting == 2
+    assert scheduler.room == 0
+    scheduler.finish(sequence("a"), FinishReason.CANCELLED)
+    assert scheduler.room == 1
 
 
 def test_retry_after_follows_the_pace_of_the_queue() -> None:

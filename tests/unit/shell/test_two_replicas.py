@@ -192,10 +192,57 @@ def test_a_full_queue_is_said_when_both_are_full() -> None:
     async def main(loop: VirtualLoop) -> None:
         chosen = ReplicaSettings(scheduling=SchedulingSettings(max_waiting_count=2))
         async with running(loop, workers(max_sequence_count=1), chosen) as rig:
-            answers = submit_many(rig, 4)
+            answers = submit_many(rig, 6)  # on each one in the row and two that wait
             with pytest.raises(QueueFull):
                 rig.submit(request("more", PROMPT, 3))
+            with pytest.raises(QueueFull):
+                rig.fleet.check_room()
             await rig.settled(*answers)
+
+    run_virtual(main)
+
+
+def test_requests_on_their_way_have_their_places() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        chosen = ReplicaSettings(scheduling=SchedulingSettings(max_waiting_count=2))
+        async with running(loop, workers(max_sequence_count=1), chosen) as rig:
+            answers = submit_many(rig, 2)
+            given_back = [rig.fleet.reserve() for _ in range(4)]
+            for refusing in (rig.fleet.check_room, rig.fleet.reserve):
+                with pytest.raises(QueueFull) as refused:
+                    refusing()
+                assert refused.value.retry_after >= 1.0
+            given_back.pop()()
+            rig.fleet.check_room()
+            answers.append(rig.submit(request("late", PROMPT, 30, seed=9)))
+            with pytest.raises(QueueFull):
+                rig.fleet.check_room()
+            for give_back in given_back:
+                give_back()
+            await rig.settled(*answers)
+            for _ in range(6):
+                rig.fleet.reserve()
+
+    run_virtual(main)
+
+
+def test_without_a_worker_there_is_nothing_to_be_full() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        rig = Rig(loop, workers(), ReplicaSettings(), 0)
+        for _ in range(5_000):
+            rig.fleet.reserve()
+        with pytest.raises(EngineLost):
+            rig.fleet.submit(request("a", PROMPT, 3), TokenStream())
+
+    run_virtual(main)
+
+
+def test_a_drain_refuses_at_the_door() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, workers()) as rig:
+            await rig.fleet.drain(1.0)
+            with pytest.raises(EngineDraining):
+                rig.fleet.check_room()
 
     run_virtual(main)
 
