@@ -104,6 +104,9 @@ class EchoWorker:
         self._samples.received.append(len(message))
         return result
 
+    async def ping(self) -> None:
+        """It is always there."""
+
     async def detach(self) -> None:
         """Nothing to close."""
 

@@ -47,6 +47,9 @@ class StepTimes:
             self.seconds.append(result.executed_seconds)
         return result
 
+    async def ping(self) -> None:
+        await self._worker.ping()
+
     async def detach(self) -> None:
         await self._worker.detach()
 

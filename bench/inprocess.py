@@ -105,6 +105,9 @@ class InProcessWorker:
         self.received_bytes += message.ByteSize()
         return control_convert.result_from_pb(_crossed(message))
 
+    async def ping(self) -> None:
+        """Nothing separates this worker from its controller."""
+
     async def detach(self) -> None:
         """Forgets the pipeline; what was submitted is still executed."""
         self._pipeline = None

@@ -65,7 +65,7 @@ async def run(config: WorkerConfig, output: Path, stream_count: int) -> None:
         runners.append(StampingRunner(start_runner(config, lambda line: None), stream_count))
         return runners[0]
 
-    with StopSignals(watch_stdin=False, catch_second=False) as signals:
+    with StopSignals(watch_stdin=False) as signals:
         await serve(config, signals.first, build)
     stamps = runners[0].stamps
     table = np.full((stream_count, max(map(len, stamps))), np.nan)

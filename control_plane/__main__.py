@@ -14,8 +14,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise_open_file_limit,
         restore_signals,
     )
+    from twinplane.process.starting import end_at_once_when_asked
 
     prepare_standard_streams()
+    end_at_once_when_asked()
     raise_open_file_limit()
     restore_signals()
     # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
@@ -24,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     # Texts are tokenized one by one, on threads of our own (--tokenizer-threads).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    from control_plane.app import run
+    from twinplane.process.logs import LogFormat, configure
     from twinplane.settings.control import ControlConfig
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         table="control",
         known=known_settings(),
     )
+    configure(config.log_level, LogFormat(config.log_format))
+    from control_plane.app import run
+
     return run(config)
 
 

@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 import uuid
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +20,14 @@ from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
 from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.door import EngineDoor
-from control_plane.rpc.errors import status_of
+from control_plane.rpc.errors import CODES, status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.rpc.server import MAX_REQUEST_BYTES, ControlServer, inference_service
+from control_plane.rpc.server import (
+    INFERENCE_METHODS,
+    MAX_REQUEST_BYTES,
+    ControlServer,
+    inference_service,
+)
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
@@ -39,13 +45,13 @@ from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError, resolve
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
-from twinplane.process.logs import LogFormat, configure, dropped_record_count, fields
-from twinplane.process.stop_signals import StopSignals
+from twinplane.process.logs import dropped_record_count, fields
+from twinplane.process.stop_signals import StopEvents, StopSignals
 from twinplane.settings.control import ControlConfig
 
 _logger = logging.getLogger(__name__)
 
-# After a drain, calls only have their last messages to send.
+# After a drain, calls only have their status to send.
 _STOP_GRACE_SECONDS = 2.0
 # Workers have no more, unless they are told to.
 _USUAL_ROWS = 256
@@ -53,7 +59,6 @@ _USUAL_ROWS = 256
 
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
-    configure(config.log_level, LogFormat(config.log_format))
     try:
         folder = resolve(config.model)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
@@ -74,7 +79,12 @@ def served_name(model: str) -> str:
 
 
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
-    telemetry = Telemetry(__version__, dropped_log_records=dropped_record_count)
+    telemetry = Telemetry(
+        __version__,
+        methods=INFERENCE_METHODS,
+        codes=CODES,
+        dropped_log_records=dropped_record_count,
+    )
     readiness = SettableReadiness()
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     vocabulary = VocabularyCheck(text_model.tokenizer.token_count)
@@ -131,11 +141,21 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         )
         # What is loaded now stays, so the collector need not walk it again in the middle of a step.
         gc.freeze()
-        return await _run_until_stopped(fleet, signals, config.drain_grace_seconds)
+        code = await run_until_stopped(
+            fleet, servicer.finished, signals, config.drain_grace_seconds
+        )
+    if code == 0:
+        _logger.info("stopped", extra=fields(reason=signals.reason))
+    return code
 
 
-async def _run_until_stopped(fleet: Fleet, signals: StopSignals, grace: float) -> int:
-    """Runs the fleet; on the first signal drains it, on the second cuts the drain short."""
+async def run_until_stopped(
+    fleet: Fleet, finished: Callable[[], Awaitable[None]], signals: StopEvents, grace: float
+) -> int:
+    """Runs the fleet; on the first signal drains it, on the second cuts the drain short.
+
+    `finished` returns once no client waits for the rest of its answer. Returns the exit code.
+    """
     running = asyncio.create_task(fleet.run())
     stopping = asyncio.create_task(signals.first.wait())
     hurrying = asyncio.create_task(signals.second.wait())
@@ -143,7 +163,7 @@ async def _run_until_stopped(fleet: Fleet, signals: StopSignals, grace: float) -
     try:
         await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
-            draining = asyncio.create_task(fleet.drain(grace))
+            draining = asyncio.create_task(_drain(fleet, finished, grace))
             await asyncio.wait((running, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             return 0
@@ -154,6 +174,17 @@ async def _run_until_stopped(fleet: Fleet, signals: StopSignals, grace: float) -
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+
+
+async def _drain(fleet: Fleet, finished: Callable[[], Awaitable[None]], grace: float) -> None:
+    """Lets requests run to their end, and clients that read slowly come to it, within `grace`."""
+    deadline = asyncio.get_running_loop().time() + grace
+    await fleet.drain(grace)
+    try:
+        async with asyncio.timeout_at(deadline):
+            await finished()
+    except TimeoutError:
+        _logger.warning("clients outlived the drain")
 
 
 async def _start_metrics(

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one worker until it is stopped; returns the exit code, 2 for wrong settings."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Runs one worker until it is stopped, and ends the process. Raises SystemExit for wrong
+    settings.
+    """
     from twinplane.process.standard_streams import (
         prepare_standard_streams,
         raise_open_file_limit,
         restore_signals,
     )
+    from twinplane.process.starting import end_at_once_when_asked
 
     prepare_standard_streams()
+    end_at_once_when_asked()
     raise_open_file_limit()
     restore_signals()
     # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
@@ -43,11 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     from worker_service import app
 
-    try:
-        return app.run(config)
-    except KeyboardInterrupt:  # a second Ctrl-C, which does not wait for the drain
-        exit_at_once(130)
+    # Its device may still load or compute, in native code.
+    exit_at_once(app.run(config))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -15,6 +15,7 @@ from twinplane.grpc.listen import CannotListen
 from twinplane.models import ModelError
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
+from twinplane.process.exit import exit_by
 from twinplane.process.logs import fields
 from twinplane.process.stop_signals import StopSignals
 from twinplane.settings.worker import WorkerConfig
@@ -27,12 +28,14 @@ from worker_service.startup import StartupError, start_runner
 
 _STOP_GRACE_SECONDS = 2.0
 _PROGRESS_SECONDS = 1.0
+# A controller that has anything to run sends the next plan milliseconds after a result.
+_QUIET_SECONDS = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 def run(config: WorkerConfig) -> int:
-    """Serves until SIGINT, SIGTERM or the worker's own end; returns the exit code.
+    """Serves until a signal or the worker's own end; returns the exit code.
 
     The first signal drains, a second one ends the process at once.
     """
@@ -42,8 +45,20 @@ def run(config: WorkerConfig) -> int:
 
 async def _run(config: WorkerConfig) -> int:
     progress = _ProgressLog(time.monotonic)
-    with StopSignals(watch_stdin=config.exit_with_parent, catch_second=False) as signals:
-        return await serve(config, signals.first, lambda: start_runner(config, progress))
+    with StopSignals(watch_stdin=config.exit_with_parent) as signals:
+        serving = asyncio.create_task(
+            serve(config, signals.first, lambda: start_runner(config, progress))
+        )
+        hurrying = asyncio.create_task(signals.second.wait())
+        await asyncio.wait((serving, hurrying), return_when=asyncio.FIRST_COMPLETED)
+        hurrying.cancel()
+        if signals.hurried_by is not None:
+            _logger.info("stopped", extra=fields(reason=f"a second {signals.hurried_by.name}"))
+            exit_by(signals.hurried_by)
+        code = await serving
+    reason = signals.reason or "it can't go on"
+    _logger.info("stopped", extra=fields(reason=reason, broken=code != 0))
+    return code
 
 
 async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> int:
@@ -69,9 +84,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
         loading.cancel()
         await asyncio.wait((loading,))
         await server.stop(_STOP_GRACE_SECONDS)
-    broken = facade.lifecycle.state is LifecycleState.BROKEN
-    _logger.info("stopped", extra=fields(broken=broken))
-    return 1 if broken else 0
+    return 1 if facade.lifecycle.state is LifecycleState.BROKEN else 0
 
 
 async def _load(facade: WorkerFacade) -> None:
@@ -106,17 +119,23 @@ async def _broken(lifecycle: Lifecycle) -> None:
 async def _drain(
     facade: WorkerFacade, server: WorkerServer, loading: asyncio.Task[None], seconds: float
 ) -> None:
-    """Accepts nothing more, ends the streams, and lets what is queued finish."""
+    """Goes on with the controller that holds this worker until it lets go, then ends the streams,
+    and lets what is queued finish."""
     _logger.info("draining")
-    facade.drain()
-    server.end_streams()
+    facade.finish()
     if not loading.done():
         return  # nothing was accepted yet, and a load can't be interrupted
     try:
         async with asyncio.timeout(seconds):
+            if facade.lifecycle.state is not LifecycleState.BROKEN:
+                await server.released(_QUIET_SECONDS)
+            facade.drain()
+            server.end_streams()
             await facade.close()
     except TimeoutError:
         _logger.warning("drain timed out", extra=fields(seconds=seconds))
+        facade.drain()
+        server.end_streams()
 
 
 def _socket_path(config: WorkerConfig) -> Path | None:

@@ -23,6 +23,7 @@ from worker_service.domain.errors import (
     PlanInvalid,
     StaleEpoch,
     StepGap,
+    WorkerDraining,
     WorkerError,
 )
 from worker_service.domain.plan import CONTRACT_VERSION, SamplePlan, StepPlan, StepResult
@@ -99,6 +100,7 @@ class WorkerFacade:
         self._device = DeviceThread()
         self._loaded: _Loaded | None = None
         self._claimed_epoch = 0
+        self._controller_id: str | None = None
 
     async def load(self) -> None:
         """Builds the runner. Raises what the build raises; the worker is BROKEN then."""
@@ -124,12 +126,14 @@ class WorkerFacade:
         (also when a newer claim overtakes this one), ContractMismatch, PlanInvalid or RunnerFailed.
         """
         log = self._require_loaded().log
+        self._require_claimable_by(controller_id)
         version = _shared_version(minimum_version, maximum_version)
         if epoch > MAX_EPOCH:
             raise PlanInvalid("epoch", f"must be at most {MAX_EPOCH}: another has to follow")
         if epoch <= self._claimed_epoch:
             raise StaleEpoch(f"epoch {epoch} is not above the current, {self._claimed_epoch}")
         previous, self._claimed_epoch = self._claimed_epoch, epoch
+        self._controller_id = controller_id
         _logger.info("claimed", extra=fields(epoch=epoch, controller_id=controller_id))
 
         def begin() -> None:
@@ -170,6 +174,11 @@ class WorkerFacade:
         log = self._require_loaded().log
         return await (await self._enqueue(log.runner.memory_pool))
 
+    def finish(self) -> None:
+        """Takes no claim but of the controller that has it now, which goes on. Idempotent."""
+        if self.lifecycle.can_move(LifecycleState.FINISHING):
+            self.lifecycle.move(LifecycleState.FINISHING)
+
     def drain(self) -> None:
         """Accepts no more work. What is queued is still executed. Idempotent."""
         if self.lifecycle.can_move(LifecycleState.DRAINING):
@@ -182,8 +191,17 @@ class WorkerFacade:
 
     def _require_loaded(self) -> _Loaded:
         self.lifecycle.require_serving()
-        assert self._loaded is not None, "serving without a runner"
+        if self._loaded is None:  # it was told to end while it was loading
+            raise WorkerDraining("the worker drains")
         return self._loaded
+
+    def _require_claimable_by(self, controller_id: str) -> None:
+        """A worker that finishes what runs does so for the controller that runs it, which may
+        claim it again. Raises WorkerDraining for another one.
+        """
+        is_finishing = self.lifecycle.state is LifecycleState.FINISHING
+        if is_finishing and controller_id != self._controller_id:
+            raise WorkerDraining("the worker drains")
 
     def _require_claim(self, epoch: int) -> None:
         if epoch != self._claimed_epoch:

@@ -1,10 +1,12 @@
-"""The life of a worker: loading, active, failed, draining, broken. No gRPC, no torch.
+"""The life of a worker: loading, active, failed, finishing, draining, broken. No gRPC, no torch.
 
-    LOADING ──▶ ACTIVE ◀──▶ FAILED        any but BROKEN ──▶ DRAINING
-       └──────────┴───────────┴──▶ BROKEN  (DRAINING too)
+    LOADING ──▶ ACTIVE ◀──▶ FAILED        any of these ──▶ FINISHING, or DRAINING at once
+       └──────────┴───────────┴──▶ BROKEN  (from FINISHING and DRAINING too)
 
-FAILED lasts for one epoch: the runner raised an unexpected error, and every plan is refused until a
-new claim resets it. BROKEN is final: loading or a reset failed, and only a new process helps.
+FINISHING goes on with the controller that holds the worker, and takes no other. DRAINING accepts
+nothing, and executes what is queued. FAILED lasts for one epoch: the runner raised an unexpected
+error, and every plan is refused until a new claim resets it. BROKEN is final: loading or a reset
+failed, and only a new process helps.
 """
 
 from __future__ import annotations
@@ -21,20 +23,17 @@ class LifecycleState(Enum):
     LOADING = "loading"
     ACTIVE = "active"
     FAILED = "failed"
+    FINISHING = "finishing"
     DRAINING = "draining"
     BROKEN = "broken"
 
 
+_STOPPING = frozenset({LifecycleState.FINISHING, LifecycleState.DRAINING, LifecycleState.BROKEN})
 _NEXT: dict[LifecycleState, frozenset[LifecycleState]] = {
-    LifecycleState.LOADING: frozenset(
-        {LifecycleState.ACTIVE, LifecycleState.DRAINING, LifecycleState.BROKEN}
-    ),
-    LifecycleState.ACTIVE: frozenset(
-        {LifecycleState.FAILED, LifecycleState.DRAINING, LifecycleState.BROKEN}
-    ),
-    LifecycleState.FAILED: frozenset(
-        {LifecycleState.ACTIVE, LifecycleState.DRAINING, LifecycleState.BROKEN}
-    ),
+    LifecycleState.LOADING: _STOPPING | {LifecycleState.ACTIVE},
+    LifecycleState.ACTIVE: _STOPPING | {LifecycleState.FAILED},
+    LifecycleState.FAILED: _STOPPING | {LifecycleState.ACTIVE},
+    LifecycleState.FINISHING: frozenset({LifecycleState.DRAINING, LifecycleState.BROKEN}),
     LifecycleState.DRAINING: frozenset({LifecycleState.BROKEN}),
     LifecycleState.BROKEN: frozenset(),
 }
@@ -69,12 +68,12 @@ class Lifecycle:
         return self._state
 
     def require_serving(self) -> None:
-        """Raises WorkerLoading, WorkerDraining or RunnerFailed unless claims can be made.
+        """Raises WorkerLoading, WorkerDraining or RunnerFailed unless a claim is served.
 
-        A FAILED worker takes claims: a claim is what heals it.
+        A FAILED worker counts as serving: a new claim is what heals it.
         """
         match self._state:
-            case LifecycleState.ACTIVE | LifecycleState.FAILED:
+            case LifecycleState.ACTIVE | LifecycleState.FAILED | LifecycleState.FINISHING:
                 return
             case LifecycleState.LOADING:
                 raise WorkerLoading("the worker loads its model")

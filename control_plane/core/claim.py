@@ -55,10 +55,14 @@ _ACCUSING = (EndKind.UNREACHABLE, EndKind.REFUSED)
 
 @dataclass(frozen=True, slots=True)
 class ClaimEnd:
-    """The end of a claim or of an attempt. `cause` says it in words; equal causes are told once."""
+    """The end of a claim or of an attempt. `cause` says it in words; equal causes are told once.
+
+    `seconds_ago`: how long before it was noticed, for a worker that has fallen silent.
+    """
 
     kind: EndKind
     cause: str
+    seconds_ago: float = 0.0
 
 
 class Loudness(Enum):
@@ -97,6 +101,8 @@ class ClaimPolicy:
     """
 
     loss_patience: float = 60.0
+    silence_limit: float = 3.5
+    """A claimed worker without a sign of life for so long is lost, since the last sign."""
     starting_delay: float = 0.1
     first_retry_delay: float = 0.05
     longest_retry_delay: float = 2.0
@@ -162,6 +168,10 @@ class Claim:
             return math.inf
         return max(0.0, self._lost_at + self._policy.loss_patience - now)
 
+    def lost_seconds(self, now: float) -> float:
+        """For how long the worker has been lost or gone; 0 when it is not."""
+        return 0.0 if self._lost_at is None else now - self._lost_at
+
     def attached(self, now: float) -> None:
         """The worker was claimed."""
         assert self._attached_at is None, "claimed twice"
@@ -181,7 +191,7 @@ class Claim:
             if lasted > self._policy.longest_retry_delay:
                 self._retry.reset()
             self._attached_at = None
-            self._lost_at = now
+            self._lost_at = now - end.seconds_ago
         return Verdict(
             retry_after=self._delay(end.kind, before_first_claim),
             loudness=self._loudness(end, was_attached),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from control_plane.core.request import SequenceId
@@ -94,3 +94,7 @@ class Stats:
     recomputed_tokens: int
     generated_tokens: int
     finished: Mapping[FinishReason, int]
+
+    def without_worker(self) -> Stats:
+        """What of it holds while the worker is lost: it has no KV, and nothing is in flight."""
+        return replace(self, inflight=0, kv_active_tokens=0, kv_cached_tokens=0, kv_free_tokens=0)

@@ -8,6 +8,7 @@ of control_plane.shell.ports. A metric of one replica has the label `replica`, t
 
 from __future__ import annotations
 
+import dataclasses
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.registry import Collector
 
-from control_plane.core.events import Stats
+from control_plane.core.events import FinishReason, Stats
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
 
@@ -31,6 +32,14 @@ _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 _CONTROL_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _INTER_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+
+
+_NOTHING = Stats(
+    **{field.name: 0 for field in dataclasses.fields(Stats) if field.name != "finished"},
+    finished=dict.fromkeys(FinishReason, 0),
+)
+"""What a replica has done before its first worker."""
+_NO_WORKER = {"worker_id": "", "model": "", "device": ""}
 
 
 class Histogram:
@@ -94,13 +103,27 @@ class ReplicaTelemetry:
 
 
 class Telemetry(Collector):
-    """The numbers, and how they read as metrics."""
+    """The numbers, and how they read as metrics.
 
-    def __init__(self, version: str, *, dropped_log_records: Callable[[], int] = lambda: 0) -> None:
+    Every series that can be known is there from the first scrape, so that a rate over it has a
+    start: that of each replica, with a worker or without, and that of each of `methods` with each
+    of `codes`, which are the RPCs and how they usually end.
+    """
+
+    def __init__(
+        self,
+        version: str,
+        *,
+        methods: Sequence[str] = (),
+        codes: Sequence[str] = (),
+        dropped_log_records: Callable[[], int] = lambda: 0,
+    ) -> None:
         self._version = version
         self._dropped_log_records = dropped_log_records
         self.replicas: dict[str, ReplicaTelemetry] = {}
-        self._rpcs: Counter[tuple[str, str]] = Counter()
+        self._rpcs: Counter[tuple[str, str]] = Counter(
+            {(method, code): 0 for method in methods for code in codes}
+        )
         self._first_token = Histogram(_FIRST_TOKEN_SECONDS)
         self._inter_token = Histogram(_INTER_TOKEN_SECONDS)
         self._registry = CollectorRegistry(auto_describe=False)
@@ -140,8 +163,7 @@ class Telemetry(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape."""
-        stats = {number: replica.stats() for number, replica in self.replicas.items()}
-        yield from _collect_cores({n: known for n, known in stats.items() if known is not None})
+        yield from _collect_cores(self.replicas)
         build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
         build.add_metric((self._version,), 1)
         yield build
@@ -172,15 +194,15 @@ class Telemetry(Collector):
 def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]:
     labels = ("worker_id", "model", "device")
     up = _gauge("worker_up", "1 while a worker is attached.")
-    info = _gauge("worker_info", "The attached worker.", *labels)
+    info = _gauge("worker_info", "The attached worker; 0 while there is none.", *labels)
     losses = _counter("worker_losses", "Claims that ended by themselves.")
     resyncs = _counter(
         "worker_resyncs", "Claims that took up earlier work, by what became of the KV.", "kv"
     )
     for number, replica in replicas.items():
         up.add_metric((number,), int(replica.worker is not None))
-        if replica.worker is not None:
-            info.add_metric((number, *(replica.worker[label] for label in labels)), 1)
+        worker = replica.worker or _NO_WORKER
+        info.add_metric((number, *(worker[label] for label in labels)), replica.worker is not None)
         losses.add_metric((number,), replica.loss_count)
         for kv, count in replica.resync_counts.items():
             resyncs.add_metric((number, kv), count)
@@ -199,7 +221,8 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
     )
 
 
-def _collect_cores(cores: Mapping[str, Stats]) -> Iterator[Metric]:
+def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]:
+    """The cores' counts; a replica that had no worker yet has counted nothing."""
     running = _gauge("requests_running", "Requests in the persistent batch.")
     waiting = _gauge("requests_waiting", "Requests that wait to run.")
     inflight = _gauge("steps_in_flight", "Plans without their results yet.")
@@ -208,7 +231,8 @@ def _collect_cores(cores: Mapping[str, Stats]) -> Iterator[Metric]:
     submitted = _counter("requests_submitted", "Requests that were accepted.")
     finished = _counter("requests_finished", "Requests by how they ended.", "reason")
     tokens = _counter("tokens", "Tokens by kind.", "kind")
-    for number, stats in cores.items():
+    for number, replica in replicas.items():
+        stats = replica.stats() or _NOTHING
         running.add_metric((number,), stats.running)
         waiting.add_metric((number,), stats.waiting)
         inflight.add_metric((number,), stats.inflight)

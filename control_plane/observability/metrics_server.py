@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 endpoint for /metrics and /healthz, on the event loop.
+"""A small HTTP/1.1 endpoint for /metrics and the probes, on the event loop.
 
 It serves GET and HEAD, one request per connection, and bounds what a peer can hold: the size of the
 request's head, the time of a connection, and the number of connections. Beyond that number the
@@ -20,7 +20,9 @@ _MAX_CONNECTIONS = 32
 
 
 class MetricsServer:
-    """Answers scrapes. `render` gives /metrics its body; `ready` decides /healthz."""
+    """Answers scrapes and probes. `render` gives /metrics its body; `ready` decides /readyz, and
+    /healthz, its other name. /livez is OK for as long as the process answers.
+    """
 
     def __init__(self, render: Callable[[], bytes], ready: Callable[[], bool]) -> None:
         self._render = render
@@ -90,7 +92,9 @@ class MetricsServer:
         match target.split(b"?", 1)[0]:
             case b"/metrics":
                 response = _response(HTTPStatus.OK, self._render(), CONTENT_TYPE)
-            case b"/healthz":
+            case b"/livez":
+                response = _response(HTTPStatus.OK)
+            case b"/readyz" | b"/healthz":
                 ready = self._ready()
                 response = _response(HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
             case _:

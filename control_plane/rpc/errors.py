@@ -36,6 +36,12 @@ from twinplane.common.v1 import errors_pb2 as reasons
 from twinplane.errors import Violation
 from twinplane.grpc.status import Status, reason_name
 
+CODES: tuple[str, ...] = (
+    *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "FAILED_PRECONDITION"),
+    *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "CANCELLED", "DEADLINE_EXCEEDED"),
+)
+"""How the clients' RPCs end: by this table, well, by a bug of ours, or by their client."""
+
 _WORKER_RETRY_SECONDS = 1.0
 _TEXT_RETRY_SECONDS = 1.0
 _MAX_QUOTED_CHARACTERS = 128

@@ -6,6 +6,7 @@ into text as they come. Errors are raised unchanged; StatusInterceptor turns the
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import assert_never
@@ -73,12 +74,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._new_seed = new_seed
         self._new_request_id = new_request_id
         self._turns = Turns()
+        self._generating: set[asyncio.Task[None]] = set()
+
+    async def finished(self) -> None:
+        """Returns once every Generate call is over: its client has read all, or has left."""
+        while self._generating:
+            await asyncio.wait(self._generating)
 
     async def Generate(  # noqa: N802
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
     ) -> None:
         # A coroutine, not a generator, so that its `finally` runs in this task as soon as the call
         # is cancelled.
+        call = asyncio.current_task()
+        assert call is not None
+        self._generating.add(call)
+        call.add_done_callback(self._generating.discard)
         submitting = self._submit(request, context)
         # For as long as the call lasts, nobody holds its message or its prompt: they may be large.
         del request

@@ -11,9 +11,12 @@ from twinplane.grpc.server import GrpcServer, Service
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
-INFERENCE_SERVICE_NAME: str = inference_pb2.DESCRIPTOR.services_by_name[
-    "InferenceService"
-].full_name
+_INFERENCE_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
+INFERENCE_SERVICE_NAME: str = _INFERENCE_SERVICE.full_name
+INFERENCE_METHODS: tuple[str, ...] = tuple(
+    f"/{INFERENCE_SERVICE_NAME}/{method.name}" for method in _INFERENCE_SERVICE.methods
+)
+"""As gRPC and the metrics name them."""
 
 # Clients may ping every five seconds; common defaults are slower. A client that vanished is noticed
 # within 30 seconds.

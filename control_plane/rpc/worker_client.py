@@ -11,6 +11,7 @@ import asyncio
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.core.plan import Message, StepResult
 from control_plane.rpc import convert
@@ -132,6 +133,20 @@ class GrpcWorker:
         if not isinstance(response, model_runner_pb2.ExecuteResponse):  # the end of the stream
             raise await _ended(call)
         return convert.answer_from_pb(response)
+
+    async def ping(self) -> None:
+        """Asks for the worker's health. Any answer is a sign of life, an error of its own too.
+
+        Raises WorkerLost when the connection is broken.
+        """
+        if self._channel is None:
+            raise WorkerLost("not attached")
+        stub = health_pb2_grpc.HealthStub(self._channel)
+        try:
+            await stub.Check(health_pb2.HealthCheckRequest())
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise WorkerLost("UNAVAILABLE") from error
 
     async def detach(self) -> None:
         """Closes the pipeline and the connection. Idempotent; never raises."""

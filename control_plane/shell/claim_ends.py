@@ -8,7 +8,13 @@ from control_plane.core.claim import ClaimEnd, EndKind, Loudness, Verdict
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.suspicion import Accusation, Judgement
-from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
+from control_plane.shell.ports import (
+    RefusalReason,
+    WorkerLost,
+    WorkerRefused,
+    WorkerSilent,
+    WorkerUnusable,
+)
 from twinplane.process.logs import Field, fields
 
 _logger = logging.getLogger(__name__)
@@ -49,6 +55,8 @@ def _accusation_of(error: ClaimError) -> Accusation:
 def end_of(error: ClaimError) -> ClaimEnd:
     """An error of the worker's as the claim takes it."""
     match error:
+        case WorkerSilent():
+            return ClaimEnd(EndKind.UNREACHABLE, str(error), error.seconds)
         case WorkerLost():
             return ClaimEnd(EndKind.UNREACHABLE, str(error))
         case WorkerRefused(reason=RefusalReason.STALE_EPOCH):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -33,6 +34,11 @@ from control_plane.shell.successor import FailureKind
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
+
+_RECONNECT_SECONDS = 1.0
+"""How long a drain waits for a lost worker: a broken connection is whole again by then, a new life
+of the worker is not to be expected while everything stops."""
+_LOOK_SECONDS = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -161,19 +167,26 @@ class Fleet:
             for task in ended:
                 task.result()
         finally:
+            why = EngineLost if self._accepting else EngineDraining
             self._stop_accepting()
-            self._fail(list(self._sequences), EngineLost, "the engine has stopped")
+            self._fail(list(self._sequences), why, "the engine has stopped")
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
 
     async def drain(self, grace: float) -> None:
-        """Accepts nothing more, gives what runs `grace` seconds, then fails the rest."""
+        """Accepts nothing more, gives what runs `grace` seconds, then fails the rest.
+
+        What has lost its worker fails long before: nobody will execute it.
+        """
         self._stop_accepting()
         _logger.info("draining", extra=fields(request_count=len(self._requests)))
         try:
             async with asyncio.timeout(grace):
-                await self._empty.wait()
+                while not self._empty.is_set():
+                    self._fail_without_worker()
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._empty.wait(), _LOOK_SECONDS)
         except TimeoutError:
             _logger.warning(
                 "requests outlived the drain", extra=fields(request_count=len(self._requests))
@@ -249,6 +262,17 @@ class Fleet:
             sequence.stream.fail(kind(message))
             sequence.replica.finish(sequence_id, FinishReason.FAULT)
             self._forget(sequence_id)
+
+    def _fail_without_worker(self) -> None:
+        """Fails, in a drain, what waits for a worker that is lost."""
+        failing = [
+            sequence_id
+            for sequence_id, sequence in self._sequences.items()
+            if sequence.replica.lost_seconds >= _RECONNECT_SECONDS
+        ]
+        if failing:
+            _logger.warning("requests have no worker", extra=fields(request_count=len(failing)))
+            self._fail(failing, EngineDraining, "the server shuts down and has no worker")
 
     def _forget(self, sequence_id: SequenceId) -> None:
         request_id = self._sequences.pop(sequence_id).request_id

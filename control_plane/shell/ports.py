@@ -75,6 +75,14 @@ class WorkerLost(Exception):
     """The worker can't be reached, or its stream broke: attach again and resync."""
 
 
+class WorkerSilent(WorkerLost):
+    """The connection looks whole, but the worker has given no sign of life for `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"no sign of life for {seconds:g} s")
+        self.seconds = seconds
+
+
 class RefusalReason(StrEnum):
     """Why a worker refuses a message: the names that a worker uses of the contract's ErrorReason.
 
@@ -138,6 +146,10 @@ class Worker(Protocol):
 
     async def receive(self) -> StepResult:
         """The result of the next message, in the order they were sent."""
+        ...
+
+    async def ping(self) -> None:
+        """Returns once the worker's process has answered; may wait for ever."""
         ...
 
     async def detach(self) -> None:

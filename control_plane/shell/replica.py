@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from control_plane.core import invariants
 from control_plane.core.claim import (
@@ -34,7 +35,9 @@ from control_plane.core.request import OutputKind, Request, SequenceId, StopScan
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
+from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
+from control_plane.shell.patience import in_patience
 from control_plane.shell.ports import (
     HELD_SAMPLING,
     Attachment,
@@ -53,6 +56,8 @@ from control_plane.shell.successor import (
     unfit,
 )
 from twinplane.process.logs import fields
+
+T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
@@ -123,6 +128,7 @@ class Replica:
         self._metrics = metrics.replica(number, self.stats)
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
+        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit)
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
         self._attachment: Attachment | None = None
@@ -137,6 +143,11 @@ class Replica:
     def attached(self) -> bool:
         """Whether its worker is there."""
         return self._claim.is_attached
+
+    @property
+    def lost_seconds(self) -> float:
+        """For how long its worker has been lost; 0 when it is not."""
+        return self._claim.lost_seconds(self._clock())
 
     def model(self) -> ServedModel | None:
         """The worker's model; None before the first claim and once the worker is gone."""
@@ -153,7 +164,10 @@ class Replica:
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
-        return None if self._core is None else self._core.stats()
+        if self._core is None:
+            return None
+        stats = self._core.stats()
+        return stats if self.attached else stats.without_worker()
 
     def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
@@ -188,7 +202,7 @@ class Replica:
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
                     await self._worker.detach()
-                await self._wait_out(verdict.retry_after)
+                await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
             await self._worker.detach()
 
@@ -197,20 +211,24 @@ class Replica:
     async def _execute(self) -> None:
         reader = asyncio.create_task(self._read_results())
         try:
-            while True:
-                await self._send_messages()
-                await self._wake.wait()
-                self._wake.clear()
-                self._take_results()
+            await self._heartbeat.watched(self._run_steps())
         finally:
             reader.cancel()
             await asyncio.wait([reader])
+
+    async def _run_steps(self) -> None:
+        while True:
+            await self._send_messages()
+            await self._wake.wait()
+            self._wake.clear()
+            self._take_results()
 
     async def _read_results(self) -> None:
         """Puts results, and what ended them, into the inbox; what is in flight bounds it."""
         try:
             while True:
                 self._inbox.append(await self._worker.receive())
+                self._heartbeat.heard()
                 self._wake.set()
         except Exception as error:  # raised again by the loop, which knows what it means
             self._inbox.append(error)
@@ -242,7 +260,7 @@ class Replica:
     # --- the claim ----------------------------------------------------------------------------
 
     async def _attach(self) -> None:
-        attachment = await self._worker.attach()
+        attachment = await self._in_patience(self._worker.attach())
         resumed = self._core is not None
         kv_kept = self._adopt(attachment)
         self._inbox.clear()
@@ -263,7 +281,7 @@ class Replica:
                 incarnation_id=info.incarnation_id,
                 epoch=info.epoch,
                 weight_version=info.weight_version.digest[:12],
-                sequence_count=self._sequence_count(),
+                sequence_count=_sequence_count(self.stats()),
                 kv_kept=kv_kept,
             ),
         )
@@ -312,7 +330,7 @@ class Replica:
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
-            log_end(end, error, verdict, self.number, self._sequence_count())
+            log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
         if verdict.accuses_inflight:
             most = self._settings.claim.max_failed_claims
             judgement = end_guilty(self._scheduler(), error, most, self.number)
@@ -321,24 +339,20 @@ class Replica:
                 self._listener.fail(self, "the worker fails on every request")
         return verdict
 
-    async def _wait_out(self, delay: float) -> None:
-        """Waits before the next claim; sequences whose patience ends meanwhile fail then."""
-        patience = self._claim.patience_left(self._clock())
-        if patience <= delay:
-            await asyncio.sleep(patience)
-            delay -= patience
-            self._listener.fail(self, "the worker is gone")
-        await asyncio.sleep(delay)
+    async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
+        """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
+        fail = partial(self._listener.fail, self, "the worker is gone")
+        return await in_patience(waiting, self._claim.patience_left(self._clock()), fail)
 
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
         state = self._claim.state(self._clock())
         return state in (ClaimState.ATTACHED, ClaimState.LOST)
 
-    def _sequence_count(self) -> int:
-        stats = self.stats()
-        return 0 if stats is None else stats.running + stats.waiting
-
     def _scheduler(self) -> Scheduler:
         assert self._core is not None
         return self._core
+
+
+def _sequence_count(stats: Stats | None) -> int:
+    return 0 if stats is None else stats.running + stats.waiting

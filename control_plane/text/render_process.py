@@ -54,6 +54,9 @@ _LATE_MODULES = ("html", "jinja2.constants", "jinja2.debug", "pprint", "textwrap
 
 def main(arguments: list[str]) -> int:
     memory_bytes, cpu_seconds, max_characters = arguments
+    # A signal to the whole control group is meant for the control plane, which ends this process.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _load_what_comes_late()
     memory = _Memory()
     _limit(int(memory_bytes), open_files=4)

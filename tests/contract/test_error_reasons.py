@@ -8,6 +8,7 @@ import pytest
 
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.rpc.errors import (
+    CODES,
     GenerationCancelled,
     InvalidRequest,
     NoModelServed,
@@ -63,6 +64,11 @@ def edge_reasons() -> set[str]:
     statuses = [status_of(error) for error in EDGE_ERRORS]
     assert None not in statuses
     return {status.reason for status in statuses if status} | {internal_status("id").reason}
+
+
+def test_the_metrics_know_every_code_from_the_start() -> None:
+    codes = {status.code.name for error in EDGE_ERRORS if (status := status_of(error))}
+    assert codes <= set(CODES)
 
 
 def leaves(kind: type[WorkerError]) -> Iterator[type[WorkerError]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
@@ -25,6 +26,7 @@ from control_plane.shell.ports import (
 from tests.support.plan_interpreter import PlanInterpreter, PlanRefused, WorkerRow
 
 VOCABULARY = 97
+ATTACH_TIMEOUT = 10.0
 _MODULUS = 1_000_003
 
 
@@ -180,13 +182,16 @@ class FakeWorker:
     """The Worker port over a Machine, with a connection that can break.
 
     `step_seconds` gives each step's time. `break_connection` loses everything in flight: results
-    that have not been received never will be. Plans that were executed stay executed.
+    that have not been received never will be. Plans that were executed stay executed. While it is
+    frozen, nothing answers and nothing breaks.
     """
 
     def __init__(self, machine: Machine, step_seconds: Callable[[], float] = no_delay) -> None:
         self.machine = machine
         self.step_seconds = step_seconds
         self.reachable = True
+        self.running = asyncio.Event()
+        self.running.set()
         self.attach_count = 0
         self._last_epoch = 0
         self._connected = False
@@ -202,6 +207,7 @@ class FakeWorker:
         await asyncio.sleep(0)
         if not self.reachable:
             raise WorkerLost("unreachable")
+        await self._thawed("no answer")
         self.attach_count += 1
         if epoch is None:
             epoch = max(self.machine.epoch, self._last_epoch) + 1
@@ -228,6 +234,7 @@ class FakeWorker:
         delay = self.step_seconds()
         if delay:
             await asyncio.sleep(delay)
+        await self.running.wait()
         self._running = None
         if not self._connected:
             raise WorkerLost("connection broken")
@@ -240,8 +247,46 @@ class FakeWorker:
     def _execute(self, plan: StepPlan) -> StepResult:
         return self.machine.execute(plan)
 
+    async def ping(self) -> None:
+        await asyncio.sleep(0)
+        await self.running.wait()
+        if not self._connected:
+            raise WorkerLost("connection broken")
+
     async def detach(self) -> None:
         self._connected = False
+
+    async def terminate(self, drain_seconds: float) -> None:
+        """SIGTERM: serves its claim until that ends, or the drain does, and is gone for good."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(drain_seconds):
+                while True:
+                    await asyncio.sleep(0.02)
+                    if not self._connected:
+                        break
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.reachable = False
+        self.machine.restart()
+        self.break_connection()
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        self.running.clear()
+
+    def thaw(self) -> None:
+        """SIGCONT."""
+        self.running.set()
+
+    async def _thawed(self, message: str) -> None:
+        """Waits for the thaw as long as a call waits. Raises WorkerLost."""
+        try:
+            async with asyncio.timeout(ATTACH_TIMEOUT):
+                await self.running.wait()
+        except TimeoutError:
+            raise WorkerLost(message) from None
 
     def break_connection(self, executed_count: int = 0) -> None:
         """The connection is gone; a receive that waits is woken.

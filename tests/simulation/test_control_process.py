@@ -20,10 +20,12 @@ import psutil
 import pytest
 import tokenizers
 
+from tests.support.planes import ROOT, is_serving
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.slow
 
+OPERATIONS = ROOT / "docs" / "operations.md"
 LIMIT_RESIDENT_BYTES = 200 * 1000 * 1000
 
 
@@ -229,6 +231,32 @@ def test_the_end_of_the_parent_is_a_signal(spawn: Callable[..., Process], model:
     process.popen.stdin.close()
     process.popen.stdin = None
     assert process.end() == 0
+
+
+def test_without_a_worker_it_is_alive_and_every_series_is_there(
+    spawn: Callable[..., Process], model: Path
+) -> None:
+    process = control(spawn, model, "127.0.0.1:1")
+    listening = process.wait_for("listening")
+    address, metrics_port = str(listening["address"]), int(str(listening["metrics_port"]))
+    assert is_serving(address, "liveness")
+    assert not any(is_serving(address, service) for service in ("", "readiness"))
+    answers = {}
+    for path in ("/livez", "/readyz", "/healthz", "/metrics"):
+        connection = http.client.HTTPConnection("127.0.0.1", metrics_port)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        answers[path] = answer.status
+        text = answer.read().decode()
+        connection.close()
+    assert answers == {"/livez": 200, "/readyz": 503, "/healthz": 503, "/metrics": 200}
+    documented = re.findall(r"^\| `(twinplane_\w+)", OPERATIONS.read_text(), re.MULTILINE)
+    missing = [name for name in documented if not re.search(rf"^{name}[_{{ ]", text, re.MULTILINE)]
+    assert len(documented) >= 18
+    assert not missing
+    rpc_counts = re.findall(r"^twinplane_rpcs_total\{.*\} (\S+)$", text, re.MULTILINE)
+    assert rpc_counts
+    assert set(rpc_counts) == {"0.0"}
 
 
 def test_a_taken_port_ends_it_at_once(spawn: Callable[..., Process], model: Path) -> None:

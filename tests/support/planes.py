@@ -97,12 +97,12 @@ class Plane:
         return self.process.wait()
 
 
-def is_serving(address: str) -> bool:
-    """Whether the server there says that it serves."""
+def is_serving(address: str, service: str = "") -> bool:
+    """Whether the server there says that it serves, or that `service` does."""
     with grpc.insecure_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(
-                health_pb2.HealthCheckRequest(), timeout=2.0
+                health_pb2.HealthCheckRequest(service=service), timeout=2.0
             )
         except grpc.RpcError:
             return False

@@ -7,8 +7,9 @@ from dataclasses import fields
 
 import pytest
 
-from control_plane.core.events import FinishReason, Stats
 from control_plane.observability.metrics import Telemetry
+from control_plane.rpc.errors import CODES
+from control_plane.rpc.server import INFERENCE_METHODS
 from tests.support.planes import ROOT
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.worker import WorkerConfig
@@ -30,12 +31,14 @@ def test_settings_are_those_that_exist(title: str, settings: type) -> None:
 
 
 def test_metrics_are_those_that_exist() -> None:
-    telemetry = Telemetry("1")
-    zero = {field.name: 0 for field in fields(Stats) if field.name != "finished"}
-    telemetry.replica(0, lambda: Stats(**zero, finished=dict.fromkeys(FinishReason, 0)))
+    """Each has a sample in the first scrape, before the first worker and without one."""
+    telemetry = Telemetry("1", methods=INFERENCE_METHODS, codes=CODES)
+    telemetry.replica(0, lambda: None)
     rendered = telemetry.render().decode()
     types = dict(re.findall(r"^# TYPE (twinplane_\w+) (\w+)$", rendered, re.MULTILINE))
     named = dict(
         re.findall(r"^\| `(twinplane_\w+)(?:\{[\w,]+\})?` \| (\w+) \|", TEXT, re.MULTILINE)
     )
     assert named == types
+    sampled = set(re.findall(r"^(twinplane_\w+?)(?:_bucket)?(?:\{.*\})? [\d.]+$", rendered, re.M))
+    assert named.keys() <= sampled

@@ -18,8 +18,9 @@ _LAGGING_READER_SECONDS = 0.05
 class Plane:
     """How to run a plane.
 
-    `arguments` are those of the Python interpreter. `grace_seconds` pass between SIGTERM and
-    SIGKILL. `log_label` is printed before each line of the plane's log; it may be empty.
+    `arguments` are those of the Python interpreter. `grace_seconds` pass between the end of its
+    standard input and SIGKILL. `log_label` is printed before each line of the plane's log; it may
+    be empty.
 
     The process has to end when its standard input ends (`--exit-with-parent`). The parent holds the
     write end, which the system closes however the parent ends.
@@ -73,9 +74,13 @@ class Child:
             self._process.kill()
 
     async def stop(self) -> None:
-        """Sends SIGTERM, and SIGKILL after the grace. Returns when the process has ended."""
-        if self.exit_code is None:
-            self._process.terminate()
+        """Ends its standard input, and sends SIGKILL after the grace. Returns when it has ended.
+
+        No signal says it: who signals a whole control group has sent one to the plane as well, and
+        a second one would cut its drain short.
+        """
+        assert self._process.stdin is not None
+        self._process.stdin.close()
         try:
             async with asyncio.timeout(self.plane.grace_seconds):
                 await self._process.wait()
@@ -84,8 +89,6 @@ class Child:
             self.kill()
         await self.wait()
         self._logs.cancel()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
     def describe_exit(self) -> str:
         """Says how the process ended, such as "the worker ended with exit code 1"."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from twinplane.cli.child import Child, Plane
 from twinplane.cli.terminal import Terminal
+from twinplane.process.starting import stop_signals
 
 
 class Readiness(Protocol):
@@ -35,12 +36,17 @@ class Supervisor:
         self._terminal = terminal
         self._children: list[Child] = []
         self._stop = asyncio.Event()
+        self._reason = ""
+        """The signal that set `_stop`."""
 
     async def run(self) -> int:
-        """Returns 0 after a signal, 1 when a plane ended by itself or had to be killed."""
+        """Returns 0 after a signal, 1 when a plane ended by itself or had to be killed.
+
+        The last line that is printed says why.
+        """
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._on_signal)
+        for number in stop_signals():
+            loop.add_signal_handler(number, self._on_signal, number)
         try:
             for plane in self._planes:
                 self._children.append(await Child.start(plane, self._terminal))
@@ -50,13 +56,19 @@ class Supervisor:
         finally:
             for child in reversed(self._children):
                 await child.stop()
-        killed = any(child.exit_code == -signal.SIGKILL for child in self._children)
-        return 1 if ended is not None or killed else 0
+        failed = [child for child in self._children if child.exit_code != 0]
+        if ended is not None and not (self._stop.is_set() and not failed):
+            self._terminal.error(f"stopped: {ended.describe_exit()}")
+            return 1
+        self._terminal.message(f"stopped: {self._reason}")
+        return 1 if any(child.exit_code == -signal.SIGKILL for child in failed) else 0
 
-    def _on_signal(self) -> None:
+    def _on_signal(self, number: signal.Signals) -> None:
         if self._stop.is_set():
             for child in self._children:
                 child.kill()
+            return
+        self._reason = number.name
         self._stop.set()
 
     async def _first_exit(self) -> Child | None:

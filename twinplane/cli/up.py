@@ -8,10 +8,13 @@ import errno
 import importlib.util
 import os
 import shlex
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from twinplane import models
 from twinplane.cli import planes, progress
@@ -25,6 +28,7 @@ from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.paths import as_text, expand_address
 from twinplane.process.modules import module_arguments
 from twinplane.process.standard_streams import restore_signals
+from twinplane.process.starting import stop_signals
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
@@ -46,15 +50,27 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
     planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
-    restore_signals()
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
+        _end_when_asked(terminal)
+        restore_signals()
         try:
             with private_folder(os.environ) as folder:
                 return _up(namespace, os.environ, Path(folder) / SOCKET_NAME, terminal)
         except (SettingsError, models.ModelError) as error:
             terminal.error(str(error))
             return 2
+
+
+def _end_when_asked(terminal: Terminal) -> None:
+    """Until the supervisor takes over, a signal ends this command at once; no plane runs yet."""
+
+    def end(number: int, frame: FrameType | None) -> NoReturn:
+        terminal.message(f"stopped: {signal.Signals(number).name}")
+        raise SystemExit(0)
+
+    for number in stop_signals():
+        signal.signal(number, end)
 
 
 def _up(

@@ -16,6 +16,10 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+LIVENESS = "liveness"
+"""The name that is SERVING for as long as the process answers, whatever it can do."""
+READINESS = "readiness"
+"""Another name for what the whole server ("") answers: whether it takes work."""
 
 
 class ServingState(Enum):
@@ -69,11 +73,14 @@ class SettableReadiness:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # grpc_health is untyped
-    """Gives the whole server ("") and each of `services` the same answer."""
+    """Gives the whole server ("", READINESS) and each of `services` the same answer: whether it
+    takes work. LIVENESS is another matter: a process that loads, drains or waits must not be
+    restarted for that.
+    """
 
     def __init__(self, readiness: Readiness, services: Iterable[str]) -> None:
         self._readiness = readiness
-        self._services = frozenset(("", *services))
+        self._services = frozenset(("", READINESS, LIVENESS, *services))
 
     async def Check(  # noqa: N802
         self, request: Any, context: grpc.aio.ServicerContext[Any, Any]
@@ -105,5 +112,5 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         response = health_pb2.HealthCheckResponse
         if service not in self._services:
             return response(status=response.SERVICE_UNKNOWN)
-        serving = state is ServingState.SERVING
+        serving = state is ServingState.SERVING or service == LIVENESS
         return response(status=response.SERVING if serving else response.NOT_SERVING)

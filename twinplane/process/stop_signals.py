@@ -7,29 +7,47 @@ import os
 import signal
 import threading
 from types import TracebackType
+from typing import Protocol
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+from twinplane.process.starting import stop_signals
+
 _STDIN = 0
+_PARENT_ENDED = "the parent has ended"
+
+
+class StopEvents(Protocol):
+    """Events that say when to stop: `first` to finish what runs, `second` not to wait for it."""
+
+    @property
+    def first(self) -> asyncio.Event: ...
+
+    @property
+    def second(self) -> asyncio.Event: ...
 
 
 class StopSignals:
-    """While entered, SIGINT and SIGTERM set `first`, and after that `second`.
+    """While entered, a SIGINT, SIGTERM or SIGHUP sets `first`, and another one `second`.
 
-    With `watch_stdin` the end of standard input counts as a signal: a parent that holds the other
-    end takes this process with it, however it dies. Without `catch_second` a signal after `first`
-    does what it does by default, and ends the process at once. Made on the running event loop.
+    With `watch_stdin` the end of standard input sets `first` too: a parent that holds the other end
+    takes this process with it, however it dies. For `second` it does not count: a supervisor closes
+    the input of a process that the same signal may reach as well. Made on the running event loop.
     """
 
-    def __init__(self, *, watch_stdin: bool, catch_second: bool = True) -> None:
+    def __init__(self, *, watch_stdin: bool) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.reason = ""
+        """What set `first`: the signal's name, or the parent's end."""
+        self.hurried_by: signal.Signals | None = None
+        """What set `second`."""
+        self._signal_count = 0
         self._loop = asyncio.get_running_loop()
         self._watch_stdin = watch_stdin
-        self._catch_second = catch_second
+        self._signals = stop_signals()
 
     def __enter__(self) -> StopSignals:
-        for number in _SIGNALS:
-            self._loop.add_signal_handler(number, self._stop)
+        for number in self._signals:
+            self._loop.add_signal_handler(number, self._on_signal, number)
         if self._watch_stdin:
             # A thread, because no event loop can wait for every kind of standard input.
             threading.Thread(target=self._wait_for_parent, name="parent", daemon=True).start()
@@ -41,19 +59,21 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._release()
-
-    def _stop(self) -> None:
-        if self.first.is_set():
-            self.second.set()
-            return
-        self.first.set()
-        if not self._catch_second:
-            self._release()
-
-    def _release(self) -> None:
-        for number in _SIGNALS:
+        for number in self._signals:
             self._loop.remove_signal_handler(number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        self._signal_count += 1
+        if self._signal_count == 1:
+            self._stop(number.name)
+        elif not self.second.is_set():
+            self.hurried_by = number
+            self.second.set()
+
+    def _stop(self, reason: str) -> None:
+        if not self.first.is_set():
+            self.reason = reason
+            self.first.set()
 
     def _wait_for_parent(self) -> None:
         try:
@@ -62,6 +82,6 @@ class StopSignals:
         except OSError:
             pass  # closed: nobody holds the other end
         try:
-            self._loop.call_soon_threadsafe(self._stop)
+            self._loop.call_soon_threadsafe(self._stop, _PARENT_ENDED)
         except RuntimeError:
             assert self._loop.is_closed()  # the process is stopping already

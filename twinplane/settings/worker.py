@@ -90,7 +90,7 @@ class WorkerConfig:
     )
 
     drain_seconds: float = option(
-        10.0, "how long a stopping worker may finish what is queued", group=_PROCESS
+        30.0, "seconds that a stopping worker serves the controller that holds it", group=_PROCESS
     )
     exit_with_parent: bool = option(
         False, "stop when standard input ends, as it does with the parent", group=_PROCESS

@@ -34,7 +34,7 @@ def _serving_state(state: LifecycleState) -> ServingState:
             # A failed worker counts as serving: a new claim heals it, and a controller that waits
             # for health before it claims must not wait forever.
             return ServingState.SERVING
-        case LifecycleState.DRAINING | LifecycleState.BROKEN:
+        case LifecycleState.FINISHING | LifecycleState.DRAINING | LifecycleState.BROKEN:
             return ServingState.ENDING
         case _:
             assert_never(state)

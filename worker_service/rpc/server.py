@@ -50,6 +50,10 @@ class WorkerServer(GrpcServer):
             max_open_calls=_MAX_OPEN_CALLS,
         )
 
+    async def released(self, quiet_seconds: float) -> None:
+        """Waits, in a drain, until no controller needs this worker; see the servicer's."""
+        await self._servicer.released(quiet_seconds)
+
     def end_streams(self) -> None:
         """Stops reading Execute streams. This is part of a drain; call it before `stop`."""
         self._servicer.end_streams()

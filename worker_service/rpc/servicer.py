@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import grpc
 
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
-from worker_service.domain.errors import PlanInvalid, WorkerDraining
+from worker_service.domain.errors import PlanInvalid, WorkerDraining, WorkerError
 from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade
 from worker_service.lifecycle import LifecycleState
@@ -27,16 +27,47 @@ class _Answer:
     result: asyncio.Future[StepResult]
 
 
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """An open Execute stream. `answers` ends with None; `room` bounds what is unanswered."""
+
+    answers: asyncio.Queue[_Answer | None]
+    room: asyncio.Semaphore
+    read_count: int = 0
+    answered_count: int = 0
+
+
 class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
     """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
     def __init__(self, facade: WorkerFacade) -> None:
         self._facade = facade
-        self._readers: set[asyncio.Task[None]] = set()
+        self._streams: dict[_Stream, asyncio.Task[None]] = {}
+        """Each open Execute stream, and what reads it."""
+        self._read_count = 0
+        self._one_ended = asyncio.Event()
+        self._last_was_refused = False
+        """Whether the Execute stream that ended last had brought a message that was refused."""
+
+    async def released(self, quiet_seconds: float) -> None:
+        """Returns once no controller needs this worker, which is finishing.
+
+        That is so when it has closed its Execute stream, and when for `quiet_seconds` it has sent
+        nothing and waited for nothing. One whose stream was refused may come back meanwhile.
+        """
+        while self._streams or self._last_was_refused:
+            seen = self._read_count
+            self._one_ended.clear()
+            try:
+                async with asyncio.timeout(quiet_seconds):
+                    await self._one_ended.wait()
+            except TimeoutError:
+                if seen == self._read_count and not self._has_unanswered():
+                    return
 
     def end_streams(self) -> None:
         """Stops reading every Execute stream. A stream ends once its messages are answered."""
-        for reader in self._readers:
+        for reader in self._streams.values():
             reader.cancel()
 
     async def Attach(  # noqa: N802
@@ -93,35 +124,44 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         """
         limits = self._facade.worker_info().capability.limits
         # While the sender leaves this many answers unread, we read no more messages.
-        unanswered = asyncio.Semaphore(2 * limits.max_inflight_step_count)
-        answers: asyncio.Queue[_Answer | None] = asyncio.Queue()
-        reader = asyncio.create_task(self._read(request_iterator, answers, unanswered))
-        reader.add_done_callback(lambda _: answers.put_nowait(None))
-        self._readers.add(reader)
+        room = asyncio.Semaphore(2 * limits.max_inflight_step_count)
+        stream = _Stream(asyncio.Queue(), room)
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        reader.add_done_callback(lambda _: stream.answers.put_nowait(None))
+        self._streams[stream] = reader
+        self._last_was_refused = False
         try:
-            while (answer := await answers.get()) is not None:
-                result = convert.result_to_pb(await answer.result)
-                await context.write(_response(answer.kind, result))
-                unanswered.release()
+            await self._answer(stream, context)
             if not reader.cancelled():
                 reader.result()  # raises what refused the last message
             elif self._facade.lifecycle.state is LifecycleState.DRAINING:
                 raise WorkerDraining("the worker drains")
+        except WorkerError:
+            self._last_was_refused = True
+            raise
         finally:
-            self._readers.discard(reader)
+            del self._streams[stream]
+            self._one_ended.set()
             reader.cancel()
             await asyncio.wait((reader,))
 
+    async def _answer(self, stream: _Stream, context: _Context) -> None:
+        """Answers in order until nothing more was read. Raises the first refusal of the device."""
+        while (answer := await stream.answers.get()) is not None:
+            result = convert.result_to_pb(await answer.result)
+            await context.write(_response(answer.kind, result))
+            stream.answered_count += 1
+            stream.room.release()
+
     async def _read(
-        self,
-        requests: AsyncIterator[model_runner_pb2.ExecuteRequest],
-        answers: asyncio.Queue[_Answer | None],
-        unanswered: asyncio.Semaphore,
+        self, requests: AsyncIterator[model_runner_pb2.ExecuteRequest], stream: _Stream
     ) -> None:
         """Submits messages in order until the sender is done. Raises the first refusal."""
         pipeline = Pipeline()
         async for request in requests:
-            await unanswered.acquire()
+            self._read_count += 1
+            stream.read_count += 1
+            await stream.room.acquire()
             match request.WhichOneof("message"):
                 case "forward" as kind:
                     result = await self._submit_forward(request.forward, pipeline)
@@ -131,7 +171,10 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
                     raise PlanInvalid("message", "neither forward nor sample")
                 case unreachable:
                     assert_never(unreachable)
-            answers.put_nowait(_Answer(kind, result))
+            stream.answers.put_nowait(_Answer(kind, result))
+
+    def _has_unanswered(self) -> bool:
+        return any(stream.answered_count < stream.read_count for stream in self._streams)
 
     async def _submit_forward(
         self, request: model_runner_pb2.ForwardRequest, pipeline: Pipeline

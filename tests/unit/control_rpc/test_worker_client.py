@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.core.plan import AddedSequence, Row, ScheduledRows, StepPlan, WeightVersion
 from control_plane.core.request import OutputKind, SamplingParams
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
+from tests.support import worker_rig
 from twinplane.grpc.status import Status, abort
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
@@ -127,3 +129,49 @@ async def test_what_no_message_can_hold_is_the_fault_of_its_sequence() -> None:
     finally:
         await worker.detach()
         await server.stop(0)
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """Answers with one status, None for well."""
+
+    def __init__(self, code: grpc.StatusCode | None) -> None:
+        self._code = code
+
+    async def Check(self, request: object, context: grpc.aio.ServicerContext) -> object:  # noqa: N802
+        if self._code is not None:
+            await context.abort(self._code, "no")
+        return health_pb2.HealthCheckResponse()
+
+
+NO_LIFE = grpc.StatusCode.UNAVAILABLE
+CODES = [None, *(code for code in grpc.StatusCode if code is not grpc.StatusCode.OK)]
+
+
+@pytest.mark.parametrize("code", CODES)
+async def test_any_answer_but_unavailable_is_a_sign_of_life(code: grpc.StatusCode | None) -> None:
+    """An older worker may not know the service, a full one may refuse the call: both live."""
+    async with worker_rig.serving() as rig:
+        other = grpc.aio.server()
+        health_pb2_grpc.add_HealthServicer_to_server(Health(code), other)
+        port = other.add_insecure_port("127.0.0.1:0")
+        await other.start()
+        worker = GrpcWorker(rig.address, controller_id="test")
+        await worker.attach()
+        await worker.ping()
+        channel, worker._channel = worker._channel, grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+        try:
+            if code is NO_LIFE:
+                with pytest.raises(WorkerLost):
+                    await worker.ping()
+            else:
+                await worker.ping()
+        finally:
+            await worker.detach()
+            assert channel is not None
+            await channel.close()
+            await other.stop(0)
+
+
+async def test_who_is_not_attached_has_nobody_to_ping() -> None:
+    with pytest.raises(WorkerLost, match="not attached"):
+        await GrpcWorker("127.0.0.1:1", controller_id="test").ping()

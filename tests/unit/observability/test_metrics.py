@@ -21,6 +21,8 @@ from control_plane.core.request import (
 from control_plane.core.scheduler import Scheduler
 from control_plane.observability.metrics import Histogram, ReplicaTelemetry, Telemetry
 from control_plane.observability.metrics_server import MetricsServer
+from control_plane.rpc.errors import CODES
+from control_plane.rpc.server import INFERENCE_METHODS
 
 REPLICA = (("replica", "0"),)
 
@@ -52,7 +54,22 @@ def test_without_a_core_there_is_still_something_to_see() -> None:
     telemetry.replica(0, lambda: None)
     found = samples(telemetry)
     assert found["twinplane_worker_up", REPLICA] == 0.0
-    assert not any(name == "twinplane_requests_running" for name, _ in found)
+    assert found["twinplane_requests_running", REPLICA] == 0.0
+    no_worker = (("device", ""), ("model", ""), *REPLICA, ("worker_id", ""))
+    assert found["twinplane_worker_info", no_worker] == 0.0
+    for state in ("active", "cached", "free"):
+        assert found["twinplane_kv_tokens", (*REPLICA, ("state", state))] == 0.0
+
+
+def test_every_rpc_and_every_way_it_ends_is_there_before_the_first() -> None:
+    telemetry = Telemetry("0", methods=INFERENCE_METHODS, codes=CODES)
+    found = samples(telemetry)
+    for method in INFERENCE_METHODS:
+        for code in CODES:
+            assert found["twinplane_rpcs_total", (("code", code), ("method", method))] == 0.0
+    assert {method.rpartition("/")[2] for method in INFERENCE_METHODS} == {
+        "Generate", "Tokenize", "Detokenize", "ListModels",
+    }  # fmt: skip
 
 
 def test_the_cores_counts_are_exposed() -> None:
@@ -171,11 +188,19 @@ async def test_metrics_are_always_text_0_0_4(accept: str) -> None:
     assert f"Content-Length: {len(body)}".encode() in head
 
 
+@pytest.mark.parametrize("path", [b"/healthz", b"/readyz"])
 @pytest.mark.parametrize(("ready", "status"), [(True, b"200"), (False, b"503")])
-async def test_healthz_follows_readiness(ready: bool, status: bytes) -> None:
+async def test_readyz_follows_readiness(path: bytes, ready: bool, status: bytes) -> None:
     async with serving(Telemetry("0"), ready=ready) as port:
-        head, _ = await ask(port, b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        head, _ = await ask(port, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\n\r\n")
     assert head.split(b" ")[1] == status
+
+
+@pytest.mark.parametrize("ready", [True, False])
+async def test_livez_does_not_care_for_readiness(ready: bool) -> None:
+    async with serving(Telemetry("0"), ready=ready) as port:
+        head, _ = await ask(port, b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert head.split(b" ")[1] == b"200"
 
 
 @pytest.mark.parametrize(

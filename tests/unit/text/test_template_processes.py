@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -117,6 +118,20 @@ def test_a_killed_process_costs_nothing_while_it_is_idle(stack: ExitStack) -> No
         pass
     assert say(pool, "b") == "b"
     assert process not in render_processes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_what_a_control_group_is_told_costs_no_rendering(
+    stack: ExitStack, number: signal.Signals
+) -> None:
+    """The control plane drains, and ends its processes itself."""
+    pool = pool_of(stack)
+    assert say(pool, "a") == "a"
+    before = render_processes()
+    for process in before:
+        process.send_signal(number)
+    assert say(pool, "b") == "b"
+    assert render_processes() == before
 
 
 def test_a_killed_process_costs_the_rendering_it_had(stack: ExitStack) -> None:

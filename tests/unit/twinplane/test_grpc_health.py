@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.planes import free_port
@@ -66,6 +67,24 @@ async def test_a_state_that_is_said_again_is_no_change() -> None:
         readiness.set(ServingState.ENDING)
         assert (await watch.read()).status == NOT_SERVING
         assert await watch.read() is grpc.aio.EOF
+
+
+@pytest.mark.parametrize("state", ServingState)
+@pytest.mark.parametrize("service", ["", "readiness", "a.Service", "liveness"])
+async def test_each_name_in_each_state(state: ServingState, service: str) -> None:
+    """A process that loads, waits or ends is alive all the same."""
+    readiness = SettableReadiness()
+    async with serving(readiness) as address, grpc.aio.insecure_channel(address) as channel:
+        readiness.set(state)
+        stub = health_pb2_grpc.HealthStub(channel)
+        right = SERVING if service == "liveness" or state is ServingState.SERVING else NOT_SERVING
+        asked = health_pb2.HealthCheckRequest(service=service)
+        assert (await stub.Check(asked)).status == right
+        watch = aiter(stub.Watch(asked))
+        assert (await anext(watch)).status == right
+        readiness.set(ServingState.ENDING)
+        changes = [NOT_SERVING] if right == SERVING and service != "liveness" else []
+        assert [answer.status async for answer in watch] == changes
 
 
 async def test_a_failed_worker_looks_no_different_from_outside() -> None:

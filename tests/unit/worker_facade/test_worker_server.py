@@ -111,7 +111,6 @@ async def test_a_loading_worker_says_when_to_try_again():
         loading = asyncio.ensure_future(rig.facade.load())
         stub = rig.stub
         call = stub.Execute()
-        await call.write(execute(first()))
         calls = [
             stub.Attach(attach_request(1)),
             stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest()),

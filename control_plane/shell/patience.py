@@ -1,0 +1,28 @@
+"""Waiting for a lost worker, with an end to what waits with it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def in_patience(
+    waiting: Coroutine[Any, Any, T], seconds: float, at_end: Callable[[], None]
+) -> T:
+    """The outcome of `waiting`, however long it takes. Calls `at_end` if it takes more than
+    `seconds`, which may be infinite.
+    """
+    task = asyncio.create_task(waiting)
+    try:
+        await asyncio.wait((task,), timeout=None if seconds == math.inf else seconds)
+        if not task.done():
+            at_end()
+        return await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
