@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from worker_service.kernels.cpu import compiler
@@ -144,7 +145,9 @@ def test_a_killed_build_is_built_again(calls: int, tmp_path: Path) -> None:
         log = tmp_path / "calls"
         while not log.exists() or len(log.read_text().splitlines()) < calls:
             assert building.poll() is None
+        compilers = psutil.Process(building.pid).children()
         building.kill()
+    psutil.wait_procs(compilers, timeout=60)  # they outlive it by what they were doing
     (tmp_path / "quick").touch()
     assert list((tmp_path / "cache").rglob("building-*"))
     library = ensure_library(tmp_path / "cache", lambda line: None, environment)
