@@ -75,7 +75,10 @@ class StopStrings:
 
 
 class StopMatcher:
-    """The search in one text. The stop string that completes first wins, then the longest."""
+    """The search in one text. The stop string that completes first wins, then the longest.
+
+    Of two that are equally long, one that is all in the text beats one that needs a name.
+    """
 
     def __init__(self, strings: StopStrings) -> None:
         self._strings = strings

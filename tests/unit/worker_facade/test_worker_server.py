@@ -323,5 +323,5 @@ async def test_the_application_ends_with_an_error_when_the_port_is_taken(caplog)
         config = WorkerConfig(port=port, simulate=True)
         assert await serve(config, asyncio.Event(), simulated_runner) == 1
         assert [record.fields["reason"] for record in caplog.records] == [
-            f"can't listen on 127.0.0.1:{port}: is another process there?"
+            f"can't listen on 127.0.0.1:{port}: Address already in use"
         ]
