@@ -9,21 +9,9 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the control plane until it is stopped; returns the exit code, 2 for wrong settings."""
-    from twinplane.process.standard_streams import (
-        prepare_standard_streams,
-        raise_open_file_limit,
-        restore_signals,
-    )
-    from twinplane.process.starting import end_at_once_when_asked
+    from twinplane.process.starting import prepare_plane
 
-    prepare_standard_streams()
-    end_at_once_when_asked()
-    raise_open_file_limit()
-    restore_signals()
-    # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
-    # stderr by itself is logged where it is noticed.
-    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    prepare_plane()
     # Texts are tokenized one by one, on threads of our own (--tokenizer-threads).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from twinplane.process.logs import LogFormat, configure

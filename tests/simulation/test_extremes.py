@@ -7,37 +7,21 @@ refuses: the claim of the start is that of the end, and the streams beside get t
 from __future__ import annotations
 
 import asyncio
-import random
-import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 import grpc
 from google.protobuf.message import Message
 
-from bench.inprocess import InProcessWorker
 from control_plane.core import invariants
 from control_plane.core.events import Stats
-from control_plane.observability.metrics import Telemetry
-from control_plane.rpc.errors import status_of
-from control_plane.rpc.inference_servicer import InferenceServicer
-from control_plane.shell.fleet import Fleet
-from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.replica import ReplicaSettings
-from control_plane.text.model_files import load_text_model
-from control_plane.text.processor import TextLimits, TextProcessor
 from tests.simulation.rig import until
-from tests.support import runner_rig, tiny_llama
+from tests.support import tiny_llama
 from tests.support.edge_rig import generate_request, refused
+from tests.support.whole_stack import Stack, serving
 from tests.unit.control_rpc.test_bounds import CASES
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
-from twinplane.grpc.interceptors import StatusInterceptor
-from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
+from twinplane.inference.v1 import inference_pb2
 from twinplane.inference.v1.inference_pb2 import StopConditions
-from worker_service.facade import WorkerFacade
 
 VOCABULARY = 259
 LENGTH = tiny_llama.MAX_LENGTH
@@ -104,65 +88,15 @@ REQUESTS: dict[str, tuple[str, Request]] = {
 TIMEOUTS = (1e-9, 1e-6, 1e-4, 0.01, 1e5, 1e8)
 
 
-@dataclass
-class Stack:
-    """Both planes over a real tiny model; between them the wire's bytes, but no socket."""
-
-    stub: inference_pb2_grpc.InferenceServiceAsyncStub
-    fleet: Fleet
-    worker: WorkerFacade
-
-    async def tokens(self, request: Request, seconds: float | None = None) -> list[int]:
-        """All of a generation's. Raises AioRpcError."""
-        ids: list[int] = []
-        finished = False
-        async for message in self.stub.Generate(request, timeout=seconds):
-            ids += message.delta.token_ids
-            finished |= message.WhichOneof("event") == "finished"
-        assert finished
-        return ids
-
-
-@asynccontextmanager
-async def stack(model: Path, text_folder: Path) -> AsyncIterator[Stack]:
-    worker = WorkerFacade(lambda: runner_rig.build(model), worker_id="w", incarnation_id="i")
-    await worker.load()
-    ready = asyncio.Event()
-    fleet = Fleet(
-        [InProcessWorker(worker)],
-        ReplicaSettings(SchedulingSettings(max_waiting_count=10_000), check_invariants=True),
-        clock=time.monotonic,
-        jitter=random.Random(0).random,
-        metrics=Telemetry("test"),
-        on_readiness=lambda is_ready: ready.set() if is_ready else ready.clear(),
-    )
-    text = TextProcessor(load_text_model(text_folder), TextLimits(), None)
-    names = count()
-    servicer = InferenceServicer(
-        fleet,
-        text,
-        clock=time.monotonic,
-        new_seed=lambda: 7,
-        new_request_id=lambda: f"made-{next(names)}",
-    )
-    server = grpc.aio.server(
-        interceptors=[StatusInterceptor(status_of, lambda method, code: None, lambda: "error")]
-    )
-    inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    running = asyncio.create_task(fleet.run())
-    await server.start()
-    try:
-        await ready.wait()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Stack(stub, fleet, worker)
-    finally:
-        await server.stop(0)
-        running.cancel()
-        await asyncio.wait([running])
-        text.close()
-        await worker.close()
+async def tokens_of(made: Stack, request: Request, seconds: float | None = None) -> list[int]:
+    """All of a generation's. Raises AioRpcError."""
+    ids: list[int] = []
+    finished = False
+    async for message in made.stub.Generate(request, timeout=seconds):
+        ids += message.delta.token_ids
+        finished |= message.WhichOneof("event") == "finished"
+    assert finished
+    return ids
 
 
 def neighbours() -> list[Request]:
@@ -181,7 +115,7 @@ def is_idle(stats: Stats | None) -> bool:
 async def outcome(made: Stack, field: str, request: Message) -> str:
     assert isinstance(request, Request)
     try:
-        ids = await made.tokens(request)
+        ids = await tokens_of(made, request)
     except grpc.aio.AioRpcError as error:
         why = refused(error)
         assert why.code is grpc.StatusCode.INVALID_ARGUMENT, why
@@ -196,18 +130,18 @@ async def test_every_extreme_is_answered_or_refused_by_name(
 ) -> None:
     model = tmp_path / "llama"
     tiny_llama.save(tiny_llama.llama(vocab_size=VOCABULARY), model)
-    async with stack(model, tiny_model) as made:
-        alone = [await made.tokens(request) for request in neighbours()]
-        beside = [asyncio.create_task(made.tokens(request)) for request in neighbours()]
+    async with serving(model, tiny_model, max_waiting_count=10_000) as made:
+        alone = [await tokens_of(made, request) for request in neighbours()]
+        beside = [asyncio.create_task(tokens_of(made, request)) for request in neighbours()]
         outcomes = await asyncio.gather(
             *(outcome(made, field, request) for field, request in REQUESTS.values())
         )
         assert [await task for task in beside] == alone, "a neighbour's stream changed"
         assert outcomes.count("answered") > 60 and outcomes.count("refused") > 40
-        beside = [asyncio.create_task(made.tokens(request)) for request in neighbours()]
+        beside = [asyncio.create_task(tokens_of(made, request)) for request in neighbours()]
         for timeout in TIMEOUTS:
             try:
-                await made.tokens(asking(), timeout)
+                await tokens_of(made, asking(), timeout)
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
                 assert timeout < 1e5

@@ -21,6 +21,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.shell.fleet import Fleet
+from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.text.model_files import load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
@@ -52,10 +53,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Stack:
-    """A served model. `fleet` is there for its books."""
+    """A served model. `fleet` and `worker` are there for their books."""
 
     stub: inference_pb2_grpc.InferenceServiceAsyncStub
     fleet: Fleet
+    worker: WorkerFacade
 
     async def generate(self, **fields: object) -> Answer:
         """A greedy generation from text, token_ids or chat; stop as a StopConditions."""
@@ -76,9 +78,14 @@ class Stack:
 
 
 @asynccontextmanager
-async def serving(folder: Path) -> AsyncIterator[Stack]:
-    """Serves the model; at the end nothing may be held any more."""
-    model = load_text_model(folder)
+async def serving(
+    folder: Path, text_folder: Path | None = None, max_waiting_count: int = 256
+) -> AsyncIterator[Stack]:
+    """Serves the model; at the end nothing may be held any more.
+
+    `text_folder`: where the tokenizer is, if not beside the weights.
+    """
+    model = load_text_model(text_folder or folder)
     limits = TextLimits()
     pool = None
     if model.template is not None:
@@ -89,7 +96,9 @@ async def serving(folder: Path) -> AsyncIterator[Stack]:
     ready = asyncio.Event()
     fleet = Fleet(
         [InProcessWorker(worker)],
-        ReplicaSettings(check_invariants=True),
+        ReplicaSettings(
+            SchedulingSettings(max_waiting_count=max_waiting_count), check_invariants=True
+        ),
         clock=time.monotonic,
         jitter=random.Random(0).random,
         metrics=Telemetry("test"),
@@ -113,7 +122,7 @@ async def serving(folder: Path) -> AsyncIterator[Stack]:
         await server.start()
         await ready.wait()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Stack(inference_pb2_grpc.InferenceServiceStub(channel), fleet)
+            yield Stack(inference_pb2_grpc.InferenceServiceStub(channel), fleet, worker)
         stats = fleet.replicas[0].stats()
         assert stats is not None
         assert (stats.running, stats.waiting, stats.kv_active_tokens) == (0, 0, 0)

@@ -1,11 +1,33 @@
-"""Signals that arrive before there is an event loop to take them. Imports next to nothing, because
-it has to be there before everything that takes long."""
+"""What a plane's process does first. Imports next to nothing, because it has to be there before
+everything that takes long."""
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
+
+from twinplane.process.standard_streams import (
+    prepare_standard_streams,
+    raise_open_file_limit,
+    restore_signals,
+)
+
+
+def prepare_plane() -> None:
+    """Makes this process what a plane relies on, whoever started it. Call it before any import
+    that takes long and before gRPC's.
+    """
+    prepare_standard_streams()
+    # Before signals are let through: one that has waited would end the process as by default.
+    end_at_once_when_asked()
+    raise_open_file_limit()
+    restore_signals()
+    # gRPC reads these once, when it is imported. Nothing here forks, and what gRPC would write to
+    # stderr by itself is logged where it is noticed.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:

@@ -19,8 +19,7 @@ from control_plane.text.errors import TextError
 from control_plane.text.render_process import Renderer
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.template_process import RenderLimits
-
-reference = pytest.importorskip("transformers.utils.chat_template_utils")
+from tests.support.reference_template import reference_rendering
 
 WHEELS = Path(sys.prefix) / "templates"
 LEAST = 100
@@ -93,17 +92,7 @@ def _have_them() -> None:
 
 def expected(source: str, chat: list[tuple[str, str]]) -> str | None:
     """None: it raises."""
-    try:
-        [text], _ = reference.render_jinja_template(
-            conversations=[[{"role": role, "content": content} for role, content in chat]],
-            chat_template=source,
-            add_generation_prompt=True,
-            **SPECIAL_TOKENS,
-        )
-    except Exception:
-        return None
-    assert isinstance(text, str)
-    return text
+    return reference_rendering(source, chat, SPECIAL_TOKENS)
 
 
 def tokens_of(source: str) -> tuple[AddedToken, ...]:

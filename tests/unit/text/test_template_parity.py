@@ -14,8 +14,7 @@ from control_plane.text.errors import TextError
 from control_plane.text.template_environment import compile_template
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.template_process import RenderLimits
-
-reference = pytest.importorskip("transformers.utils.chat_template_utils")
+from tests.support.reference_template import reference_rendering
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 LIMITS = RenderLimits(max_characters=1 << 20, cpu_seconds=10.0, memory_bytes=512 << 20)
@@ -129,17 +128,7 @@ turns = st.lists(
 
 def expected(source: str, messages: list[tuple[str, str]]) -> str | None:
     """None: it raises."""
-    try:
-        [text], _ = reference.render_jinja_template(
-            conversations=[[{"role": role, "content": content} for role, content in messages]],
-            chat_template=source,
-            add_generation_prompt=True,
-            **SPECIAL_TOKENS,
-        )
-    except Exception:
-        return None
-    assert isinstance(text, str)
-    return text
+    return reference_rendering(source, messages, SPECIAL_TOKENS)
 
 
 def in_environment(source: str, messages: list[tuple[str, str]]) -> str | None:
