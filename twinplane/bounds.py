@@ -26,13 +26,13 @@ class Range:
         return above and value <= self.maximum
 
     def __str__(self) -> str:
-        return f"{'(' if self.excludes_minimum else '['}{self.minimum:g}, {self.maximum:g}]"
+        return f"{'(' if self.excludes_minimum else '['}{self.minimum}, {self.maximum}]"
 
 
 SAMPLING_RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "temperature": Range(0, 100),
-        "top_k": Range(0, 2**32 - 1),
+        "top_k": Range(0, 2**31 - 1),
         "top_p": Range(0, 1, excludes_minimum=True),
         "min_p": Range(0, 1),
         "seed": Range(0, 2**64 - 1),

@@ -6,7 +6,6 @@ A refusal reports broken rules together, see checker.py, each with its field's p
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -371,4 +370,5 @@ def _text_length(checker: Checker, length: int, field: str, model: ServedModel) 
 
 
 def _number(value: float) -> str:
-    return f"{value:g}" if math.isfinite(value) else str(value)
+    # Nine digits tell any two floats of 32 bits apart: 100.00001 is not in [0, 100].
+    return str(value) if isinstance(value, int) else f"{value:.9g}"

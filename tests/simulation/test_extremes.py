@@ -79,7 +79,7 @@ REQUESTS: dict[str, tuple[str, Request]] = {
         "",
         asking(
             sampling=SamplingParameters(
-                temperature=1e-45, top_k=2**32 - 1, top_p=1e-45, min_p=1.0, seed=2**64 - 1
+                temperature=1e-45, top_k=2**31 - 1, top_p=1e-45, min_p=1.0, seed=2**64 - 1
             ),
             priority=100,
         ),

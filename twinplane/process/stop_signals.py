@@ -12,7 +12,7 @@ from typing import Protocol
 from twinplane.process.starting import stop_signals
 
 _STDIN = 0
-_PARENT_ENDED = "the parent has ended"
+_PARENT_ENDED = "the parent ends"
 
 
 class StopEvents(Protocol):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import grpc
 import pytest
 from google.protobuf.message import Message
 
+from control_plane.rpc.errors import InvalidRequest
+from control_plane.rpc.validation import check_generate
 from tests.support.edge_rig import MODEL, Edge, generate_request, refusal_of
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
 from twinplane.inference.v1.inference_pb2 import (
@@ -147,7 +150,7 @@ EDGES: dict[str, GenerateRequest] = {
     "min_p 0": sampling(min_p=0.0),
     "min_p 1": sampling(min_p=1.0),
     "the largest top_k and seed": generate_request(
-        sampling=SamplingParameters(top_k=2**32 - 1, seed=2**64 - 1)
+        sampling=SamplingParameters(top_k=2**31 - 1, seed=2**64 - 1)
     ),
     "max_tokens 1": stop(max_tokens=1),
     "max_tokens that just fit": stop(max_tokens=98),
@@ -224,3 +227,17 @@ async def test_a_bad_request_leaves_no_trace_in_the_next(edge: Edge) -> None:
         answers.append(response.SerializeToString(deterministic=True))
         await refusal_of(edge.stub, sampling(temperature=math.nan))
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"top_k": 2**32 - 1}, "4294967295 is not in [0, 2147483647]"),
+        ({"temperature": 100.00001}, "100.000008 is not in [0, 100]"),
+        ({"min_p": float("nan")}, "nan is not in [0, 1]"),
+    ],
+)
+def test_a_number_out_of_range_is_told_with_its_digits(values: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_generate(sampling(**values), MODEL)
+    assert [violation.description for violation in raised.value.violations] == [said]

@@ -65,7 +65,7 @@ async def test_the_end_of_standard_input_is_a_signal(monkeypatch: pytest.MonkeyP
             assert not signals.first.is_set()
             os.close(parents)
             await asyncio.wait_for(signals.first.wait(), PATIENCE)
-            assert signals.reason == "the parent has ended"
+            assert signals.reason == "the parent ends"
             assert not signals.second.is_set()
     finally:
         os.close(ours)

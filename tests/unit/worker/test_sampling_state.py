@@ -54,17 +54,17 @@ def test_a_parameter_out_of_its_range_is_refused_by_name(name: str, value: float
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
-    whole: dict[str, Any] = {"temperature": 100.0, "top_k": 2**32 - 1, "top_p": 1.0, "min_p": 1.0}
+    whole: dict[str, Any] = {"temperature": 100.0, "top_k": 2**31 - 1, "top_p": 1.0, "min_p": 1.0}
     SamplingState(4).check(plan(added(0, **whole, seed=2**64 - 1), added(1, temperature=0.0)))
 
 
 def test_any_number_of_a_rows_tokens_is_gathered() -> None:
     state = SamplingState(4)
-    state.add(added(1, temperature=0.5, top_k=2**32 - 1, seed=2**64 - 1))
+    state.add(added(1, temperature=0.5, top_k=2**31 - 1, seed=2**64 - 1))
     state.add(added(3, temperature=2.0))
     batch = state.gather(column([3, 1, 1]), column([7, 4, 5]))
     assert batch.parameters.temperature.tolist() == [2.0, 0.5, 0.5]
-    assert batch.parameters.top_k.tolist() == [0, 2**32 - 1, 2**32 - 1]
+    assert batch.parameters.top_k.tolist() == [0, 2**31 - 1, 2**31 - 1]
     assert batch.parameters.seed.tolist() == [0, 2**64 - 1, 2**64 - 1]
     assert batch.positions.tolist() == [7, 4, 5]
     state.add(added(1))

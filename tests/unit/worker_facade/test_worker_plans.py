@@ -344,5 +344,5 @@ async def test_every_top_k_of_the_contract_is_taken() -> None:
     async with serving() as rig:
         await rig.attach()
         request = forward(1)
-        plan_adding(SOUND, top_k=2**32 - 1)(request.plan)
+        plan_adding(SOUND, top_k=2**31 - 1)(request.plan)
         assert (await rig.stub.Forward(request)).result.step_id == 1

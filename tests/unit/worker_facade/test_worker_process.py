@@ -159,6 +159,8 @@ async def test_a_second_signal_does_not_wait_for_the_drain(
             stream = stub.Execute()
             forward = first(digest=info.weight_version.digest)
             await stream.write(model_runner_pb2.ExecuteRequest(forward=forward))
+            # Answered behind it: the worker has the stream then, and with it a controller.
+            await stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest())
             process.popen.send_signal(number)
             await asyncio.to_thread(process.wait_for, "draining")
             process.popen.send_signal(number)
