@@ -1,7 +1,11 @@
-"""Generates the gRPC stubs from protos/: a hatch build hook, and a script for `make protos`."""
+"""Generates the gRPC stubs from protos/: a hatch build hook, and a script for `make protos`.
+
+A second hook makes README.md fit for a package index.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -10,8 +14,9 @@ from typing import Any
 
 try:
     from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+    from hatchling.metadata.plugin.interface import MetadataHookInterface
 except ImportError:  # run as a script without hatchling
-    BuildHookInterface = object
+    BuildHookInterface = MetadataHookInterface = object
 
 ROOT = Path(__file__).resolve().parent
 
@@ -54,8 +59,32 @@ def generate(root: Path) -> list[Path]:
     return generated
 
 
+def readme_for_an_index(readme: str) -> str:
+    """The README without its links into the repository, which lead nowhere on an index's page.
+
+    A link's text stays. Code stays as it is.
+    """
+    parts = re.split(r"(^```.*?^```$)", readme, flags=re.DOTALL | re.MULTILINE)
+    return "".join(
+        part if part.startswith("```") else _RELATIVE_LINK.sub(r"\1", part) for part in parts
+    )
+
+
+_RELATIVE_LINK = re.compile(r"!?\[([^\]]*)\]\((?!https://)[^)]*\)")
+
+
+class ReadmeMetadataHook(MetadataHookInterface):  # type: ignore[misc,valid-type]
+    """Sets the package's long description."""
+
+    PLUGIN_NAME = "custom"
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        text = readme_for_an_index((Path(self.root) / "README.md").read_text(encoding="utf-8"))
+        metadata["readme"] = {"content-type": "text/markdown", "text": text}
+
+
 class StubsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
-    """Puts fresh stubs into the wheel and into an editable install.
+    """Puts fresh stubs into the wheel and into an editable install, and the protos into the wheel.
 
     A wheel that holds compiled kernels says for which platform; the others are for any.
     """
@@ -67,6 +96,8 @@ class StubsBuildHook(BuildHookInterface):  # type: ignore[misc,valid-type]
             return
         root = Path(self.root)
         generate(root)
+        if version == "standard":  # an editable install has them in its own folder
+            build_data["force_include"][str(root / "protos")] = "twinplane/protos"
         if any((root / "worker_service/kernels/cpu/prebuilt").rglob("*.so")):
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False

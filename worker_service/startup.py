@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinplane import models
+from twinplane.extras import Extra, how_to_get
 from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
@@ -58,7 +59,7 @@ def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
     except ModuleNotFoundError as error:
         raise StartupError(
             f"a worker with a model needs the module {error.name}: "
-            "pip install 'twinplane[worker]', or start with --simulate"
+            f"{how_to_get(Extra.WORKER)}; or start with --simulate"
         ) from error
     progress("looking for the model")
     return load_runner(_runner_options(config, models.resolve(config.model), progress))

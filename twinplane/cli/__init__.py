@@ -15,6 +15,7 @@ from importlib import import_module
 from twinplane import __version__
 from twinplane.cli.failures import one_line
 from twinplane.errors import TwinplaneError
+from twinplane.extras import Extra, how_to_get, missing_modules
 from twinplane.models.errors import ModelError
 from twinplane.paths import NoHomeFolder
 from twinplane.process.standard_streams import prepare_standard_streams
@@ -22,20 +23,31 @@ from twinplane.process.standard_streams import prepare_standard_streams
 
 @dataclass(frozen=True, slots=True)
 class _Command:
-    """A command. Its `module` has a function `main(argv)`, which returns the exit code."""
+    """A command. Its `module` has a function `main(argv)`, which returns the exit code.
+
+    `extra` is what it needs beyond the base install, which is the client's.
+    """
 
     name: str
     help: str
     module: str
+    extra: Extra | None = None
 
 
 _GROUPS = (
     (
         "serve",
         (
-            _Command("up", "control plane and worker on this machine", "twinplane.cli.up"),
-            _Command("control", "the control plane alone", "control_plane.__main__"),
-            _Command("worker", "a worker alone (--simulate: no model)", "worker_service.__main__"),
+            _Command(
+                "up", "control plane and worker on this machine", "twinplane.cli.up", Extra.CONTROL
+            ),
+            _Command("control", "the control plane alone", "control_plane.__main__", Extra.CONTROL),
+            _Command(
+                "worker",
+                "a worker alone (--simulate: no model)",
+                "worker_service.__main__",
+                Extra.CONTROL,
+            ),
         ),
     ),
     (
@@ -48,7 +60,7 @@ _GROUPS = (
     (
         "manage",
         (
-            _Command("model", "pull and list models", "twinplane.cli.model"),
+            _Command("model", "pull and list models", "twinplane.cli.model", Extra.CONTROL),
             _Command("doctor", "check this machine and say what to fix", "twinplane.cli.doctor"),
         ),
     ),
@@ -84,6 +96,13 @@ def _show(text: str) -> bool:
 
 
 def _run(command: _Command, arguments: list[str]) -> int:
+    if command.extra is not None and (missing := missing_modules(command.extra)):
+        print(
+            f"twinplane {command.name}: not installed: {', '.join(missing)}; "
+            f"run: {how_to_get(command.extra)}",
+            file=sys.stderr,
+        )
+        return 1
     try:
         code: int = import_module(command.module).main(arguments)
         sys.stdout.flush()

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from twinplane import models
 from twinplane.cli.socket_folder import private_folder
+from twinplane.extras import Extra, how_to_get
 from twinplane.grpc.listen import CannotListen, check_socket_path
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
@@ -29,10 +30,9 @@ from twinplane.process.modules import module_arguments
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
 
-_BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub")
-_WORKER = ("safetensors", "gguf")
+_BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub", "gguf")
+_WORKER = ("safetensors",)
 _DEFAULT_MODEL_BYTES = 1_000_000_000  # a pull's peak: wheel, GGUF file and weights side by side
-_INSTALL_WORKER = "pip install 'twinplane[worker]'"
 
 _PROBE = "worker_service.probe"
 _PROBE_SECONDS = 600.0  # it may compile the kernels, on a machine that does other work
@@ -97,12 +97,17 @@ def check_packages() -> list[Finding]:
     if missing:
         findings.append(
             Finding(
-                State.FAIL, "packages", f"missing: {', '.join(missing)}", "pip install twinplane"
+                State.FAIL, "packages", f"missing: {', '.join(missing)}", how_to_get(Extra.CONTROL)
             )
         )
     if extra:
         findings.append(
-            Finding(State.FAIL, "worker packages", f"missing: {', '.join(extra)}", _INSTALL_WORKER)
+            Finding(
+                State.FAIL,
+                "worker packages",
+                f"missing: {', '.join(extra)}",
+                how_to_get(Extra.WORKER),
+            )
         )
     return findings
 
@@ -149,7 +154,7 @@ def check_worker(
 
 
 def _no_probe(reason: str) -> Finding:
-    return Finding(State.FAIL, "worker", f"its probe failed: {reason}", _INSTALL_WORKER)
+    return Finding(State.FAIL, "worker", f"its probe failed: {reason}", how_to_get(Extra.WORKER))
 
 
 def judge_worker(probe: WorkerProbe) -> list[Finding]:
@@ -159,7 +164,7 @@ def judge_worker(probe: WorkerProbe) -> list[Finding]:
         _judge_compiler(probe),
     ]
     if probe.torch_error:
-        fix = f"{_INSTALL_WORKER} (or twinplane up --simulate)"
+        fix = f"{how_to_get(Extra.WORKER)}; or twinplane up --simulate"
         return [*findings, Finding(State.FAIL, "torch", probe.torch_error, fix)]
     findings += [
         Finding(State.OK, "torch", probe.torch),
@@ -177,7 +182,9 @@ def judge_worker(probe: WorkerProbe) -> list[Finding]:
     elif probe.model:
         findings.append(Finding(State.OK, "weights", probe.model))
     if probe.refusals and all(refusal is not None for refusal in probe.refusals.values()):
-        findings.append(Finding(State.FAIL, "executor", "none can run here", _INSTALL_WORKER))
+        findings.append(
+            Finding(State.FAIL, "executor", "none can run here", how_to_get(Extra.WORKER))
+        )
     return findings
 
 
@@ -197,7 +204,9 @@ def check_event_loop() -> list[Finding]:
     """uvloop, with which a core serves more streams."""
     version = _version("uvloop")
     if version is None:
-        return [Finding(State.WARN, "uvloop", "missing: streams are slower", "pip install uvloop")]
+        return [
+            Finding(State.WARN, "uvloop", "missing: streams are slower", how_to_get(Extra.CONTROL))
+        ]
     return [Finding(State.OK, "uvloop", version)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import importlib.util
 import os
 import shlex
 import signal
@@ -25,6 +24,7 @@ from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
 from twinplane.client.values import DEFAULT_ADDRESS
+from twinplane.extras import Extra, how_to_get, missing_modules
 from twinplane.paths import as_text, expand_address
 from twinplane.process.modules import module_arguments
 from twinplane.process.standard_streams import restore_signals
@@ -85,9 +85,10 @@ def _up(
     worker_flags = planes.worker_flags(namespace, uds=str(worker_socket), exit_with_parent=True)
     control = planes.resolve_control(control_flags, environ)
     worker = planes.resolve_worker(worker_flags, environ)
-    if not worker.simulate and importlib.util.find_spec("torch") is None:
+    if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
         raise SettingsError(
-            "a worker with a model needs torch: pip install 'twinplane[worker]', or --simulate"
+            f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "
+            "or add --simulate"
         )
     for name in dict.fromkeys((control.model, worker.model)):
         _ensure_model(name, pull=namespace.pull)

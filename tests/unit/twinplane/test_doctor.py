@@ -26,6 +26,7 @@ from twinplane.cli.doctor_checks import (
     check_worker,
     judge_worker,
 )
+from twinplane.extras import Extra, install_command
 from twinplane.models import DEFAULT_MODEL
 from twinplane.settings.control import ControlConfig
 
@@ -63,10 +64,12 @@ def test_every_problem_has_a_fix_and_nothing_else_does(
 
 def test_missing_packages_fail_and_say_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(check_packages()) == [State.OK]
-    without_packages(monkeypatch, "gguf")
-    worker = check_packages()[1]
-    assert (worker.state, worker.detail) == (State.FAIL, "missing: gguf")
-    assert "twinplane[worker]" in worker.fix
+    without_packages(monkeypatch, "gguf", "safetensors")
+    control, worker = check_packages()[1:]
+    assert (control.state, control.detail) == (State.FAIL, "missing: gguf")
+    assert install_command(Extra.CONTROL) in control.fix
+    assert (worker.state, worker.detail) == (State.FAIL, "missing: safetensors")
+    assert install_command(Extra.WORKER) in worker.fix
 
 
 def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +113,7 @@ def test_without_torch_the_rest_is_still_said() -> None:
     findings = judge_worker(replace(PROBE, torch="", torch_error="No module named 'torch'"))
     assert [finding.subject for finding in findings] == ["threads", "compiler", "torch"]
     assert states(findings) == [State.OK, State.OK, State.FAIL]
-    assert "twinplane[worker]" in findings[-1].fix
+    assert install_command(Extra.WORKER) in findings[-1].fix
 
 
 def test_a_wrong_compiler_is_refused_as_by_a_build(

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from tests.support.worker_rig import attach_request, first
+from twinplane.extras import Extra, install_command
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -129,7 +130,7 @@ def test_without_torch_a_model_worker_says_what_to_install() -> None:
     with worker("--model", "/nowhere", code=BLOCKED + MAIN) as process:
         reason = process.wait_for("cannot load")["reason"]
         assert "torch" in reason
-        assert "pip install 'twinplane[worker]'" in reason
+        assert install_command(Extra.WORKER) in reason
         assert "--simulate" in reason
         assert process.exit_code() == 1
 

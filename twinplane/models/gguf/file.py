@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from twinplane.extras import Extra, how_to_get
 from twinplane.models.errors import ConversionUnsupported, ModelInvalid
 from twinplane.models.folder import check_readable, unreadable
 
@@ -29,7 +30,7 @@ class GgufFile:
             from gguf import GGUFReader
         except ModuleNotFoundError as error:
             raise ConversionUnsupported(
-                f"reading GGUF needs the package {error.name}: pip install 'twinplane[worker]'"
+                f"reading GGUF needs the module {error.name}: {how_to_get(Extra.CONTROL)}"
             ) from error
         self.path = path
         check_readable(path)
