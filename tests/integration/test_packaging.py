@@ -1,4 +1,4 @@
-"""The wheel that users get: what is in it, and that it serves without torch."""
+"""The wheel that users get: what is in it, and that the control plane serves without torch."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import twinplane
+from hatch_build import readme_for_an_index
 from tests.support.planes import ROOT, plane_environment, running_planes
 from twinplane import Client
 
 pytestmark = pytest.mark.slow
 
-NOT_IN_THE_BASE_INSTALL = ("torch", "transformers", "safetensors", "gguf", "triton", "flashinfer")
+NOT_IN_THE_CONTROL_INSTALL = ("torch", "transformers", "safetensors", "triton", "flashinfer")
 BLOCK_IMPORTS = f"""
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name.partition('.')[0] in {NOT_IN_THE_BASE_INSTALL!r}:
+        if name.partition('.')[0] in {NOT_IN_THE_CONTROL_INSTALL!r}:
             raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)
 sys.meta_path.insert(0, Absent())
 """
@@ -67,11 +70,15 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_wheel(source, tmp_path_factory.mktemp("wheel"))
 
 
-def build_wheel(source: Path, folder: Path) -> Path:
+def build(source: Path, folder: Path, target: str) -> None:
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder],
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
         cwd=source, check=True, capture_output=True, timeout=120,
     )  # fmt: skip
+
+
+def build_wheel(source: Path, folder: Path) -> Path:
+    build(source, folder, "wheel")
     (built,) = folder.glob("*.whl")
     return built
 
@@ -102,7 +109,7 @@ def test_the_wheel_holds_the_packages_and_their_stubs(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for proto in sorted((ROOT / "protos").rglob("*.proto")):
         stem = proto.relative_to(ROOT / "protos").with_suffix("").as_posix()
-        assert {f"{stem}_pb2.py", f"{stem}_pb2.pyi"} <= names
+        assert {f"{stem}_pb2.py", f"{stem}_pb2.pyi", f"twinplane/protos/{stem}.proto"} <= names
     assert "twinplane/inference/v1/__init__.py" in names
     assert "twinplane/inference/v1/inference_pb2_grpc.py" in names
     assert "twinplane/worker/v1/model_runner_pb2_grpc.py" in names
@@ -131,12 +138,53 @@ def test_the_wheel_says_what_it_is(unpacked: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "twinplane = twinplane.cli:main" in (folder / "entry_points.txt").read_text()
     assert "Apache License" in (folder / "licenses" / "LICENSE").read_text()
-    base = [
-        re.split(r"[ <>=;\[]", requirement, maxsplit=1)[0]
-        for requirement in metadata.get_all("Requires-Dist")
-        if "extra ==" not in requirement
-    ]
-    assert not set(base) & set(NOT_IN_THE_BASE_INSTALL)
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist")]
+    base = {requirement.name for requirement in requirements if requirement.marker is None}
+    assert base == {"googleapis-common-protos", "grpcio", "protobuf"}
+    assert {"control", "worker", "gpu"} <= set(metadata.get_all("Provides-Extra"))
+    control = {r.name for r in requirements if r.marker and r.marker.evaluate({"extra": "control"})}
+    assert not control & set(NOT_IN_THE_CONTROL_INSTALL)
+
+
+def test_the_readme_is_whole_on_an_index(unpacked: Path) -> None:
+    """An index shows it alone: a link into the repository would lead nowhere."""
+    folder = unpacked / f"twinplane-{twinplane.__version__}.dist-info"
+    metadata = Parser().parsestr((folder / "METADATA").read_text())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    text = metadata.get_payload()
+    prose = "".join(re.split(r"^```.*?^```$", text, flags=re.S | re.M))
+    targets = re.findall(r"\]\(([^)]*)\)", prose)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert not re.search(r"<(a|img)\b", prose)
+    shown = (ROOT / "README.md").read_text()
+    fences = r"^```.*?^```$"
+    assert re.findall(fences, text, re.S | re.M) == re.findall(fences, shown, re.S | re.M)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("[docs/a.md](docs/a.md): b", "docs/a.md: b"),
+        ("[a](https://example.org/x) [b](y)", "[a](https://example.org/x) b"),
+        ("![picture](docs/a.png)", "picture"),
+        ("```python\nx[0](y)\n```", "```python\nx[0](y)\n```"),
+        ("[a](b)\n```\n[c](d)\n```\n[e](f)", "a\n```\n[c](d)\n```\ne"),
+        ("`a[0]` (b) [c]", "`a[0]` (b) [c]"),
+    ],
+)
+def test_links_into_the_repository_become_their_text(text: str, shown: str) -> None:
+    assert readme_for_an_index(text) == shown
+
+
+def test_the_source_package_builds_the_same_wheel(
+    source: Path, wheel: Path, tmp_path: Path
+) -> None:
+    build(source, tmp_path, "sdist")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as packed:
+        packed.extractall(tmp_path, filter="data")
+    again = build_wheel(tmp_path / archive.name.removesuffix(".tar.gz"), tmp_path)
+    assert set(zipfile.ZipFile(again).namelist()) == set(zipfile.ZipFile(wheel).namelist())
 
 
 def test_client_and_control_plane_import_without_torch(unpacked: Path) -> None:
@@ -152,7 +200,7 @@ def test_client_and_control_plane_import_without_torch(unpacked: Path) -> None:
     assert Path(done.stdout.strip()).is_relative_to(unpacked)
 
 
-def test_the_base_install_serves_a_simulated_worker(
+def test_the_control_install_serves_a_simulated_worker(
     unpacked: Path, tiny_model: Path, tmp_path: Path
 ) -> None:
     environment = plane_environment(PYTHONPATH=str(unpacked))

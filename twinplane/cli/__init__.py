@@ -97,9 +97,10 @@ def _show(text: str) -> bool:
 
 def _run(command: _Command, arguments: list[str]) -> int:
     if command.extra is not None and (missing := missing_modules(command.extra)):
+        with_model = command.name in ("up", "worker") and "--simulate" not in arguments
+        remedy = how_to_get(Extra.WORKER if with_model else command.extra)
         print(
-            f"twinplane {command.name}: not installed: {', '.join(missing)}; "
-            f"run: {how_to_get(command.extra)}",
+            f"twinplane {command.name}: not installed: {', '.join(missing)}; run: {remedy}",
             file=sys.stderr,
         )
         return 1
