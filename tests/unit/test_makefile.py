@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 from tests.support.planes import ROOT
 
@@ -32,10 +33,25 @@ def test_ci_runs_make_test_and_nothing_else() -> None:
 
 def test_setup_installs_what_ci_pins() -> None:
     plan = make("-n", "setup", "VENV=/nonexistent/venv")
-    assert "-c requirements/ci.txt -e '.[worker,dev]'" in plan
-    plan = make("-n", "setup", "VENV=/nonexistent/venv", "CONSTRAINTS=", "EXTRAS=dev")
-    assert " -c " not in plan
-    assert "-e '.[dev]'" in plan
+    options = "--constraints requirements/ci.txt --extras worker,dev --torch auto"
+    assert options in " ".join(plan.replace("\\\n", " ").split())
+    choices = ("CONSTRAINTS=", "EXTRAS=control,dev", "TORCH=any")
+    plan = make("-n", "setup", "VENV=/nonexistent/venv", *choices)
+    assert "--constraints" not in plan
+    assert "--extras control,dev --torch any" in plan
+
+
+def test_setup_installs_again_only_for_other_extras(tmp_path: Path) -> None:
+    """A later command without a word about extras keeps those that were chosen."""
+    (tmp_path / "bin").mkdir()
+    venv = f"VENV={tmp_path}"
+    for name, text in ((".extras", "control,dev\n"), (".installed", ""), (".stubs", "")):
+        (tmp_path / name).write_text(text)
+    assert "install.py" not in make("-n", "setup", venv)
+    assert "install.py" not in make("-n", "setup", venv, "EXTRAS=control,dev")
+    assert "--extras worker,dev" in make("-n", "setup", venv, "EXTRAS=worker,dev")
+    (tmp_path / ".extras").unlink()
+    assert "install.py" not in make("-n", "setup", venv)
 
 
 def test_against_names_the_revision() -> None:
