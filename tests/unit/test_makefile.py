@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.planes import ROOT
@@ -25,10 +26,33 @@ def test_help_lists_every_target_with_a_word_about_it() -> None:
     }
 
 
-def test_ci_runs_make_test_and_nothing_else() -> None:
-    script = ROOT / ".ci" / "run"
-    assert os.access(script, os.X_OK)
-    assert script.read_text().splitlines()[-1] == "exec make test"
+def ci_runs(folder: Path, **pythons: str) -> list[str]:
+    """What .ci/run asks of make, where a Python's name stands for a program with this text."""
+    folder.mkdir()
+    for name, text in {"make": 'echo "$@" >&2', **pythons}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{text}\n")
+        (folder / name).chmod(0o755)
+    environment = {"PATH": f"{folder}:/usr/bin:/bin", "HOME": str(folder), "PYENV_ROOT": "/nowhere"}
+    done = subprocess.run(
+        [ROOT / ".ci" / "run"], env=environment, capture_output=True, text=True, check=True
+    )
+    return done.stderr.splitlines()
+
+
+def test_ci_runs_make_test_and_the_newest_releases(tmp_path: Path) -> None:
+    broken = ci_runs(tmp_path / "a", **{"python3": "exit 0", "python3.13": "exit 127"})
+    assert broken == ["test", "newest PYTHON=python3"]
+    newer = ci_runs(tmp_path / "b", **{"python3": "exit 0", "python3.13": "exit 0"})
+    assert newer == ["test", "newest PYTHON=python3.13"]
+
+
+def test_the_newest_leg_takes_no_pins_and_no_torch() -> None:
+    plan = make("-n", "newest", "PYTHON=python3.13")
+    assert "python3.13 -m venv --clear" in plan
+    assert "'.[control]'" in plan
+    assert "ci.txt" not in plan
+    tools = (ROOT / "requirements" / "newest.txt").read_text().splitlines()
+    assert not [tool for tool in tools if "=" in tool or "<" in tool]
 
 
 def test_setup_installs_what_ci_pins() -> None:
@@ -52,6 +76,20 @@ def test_setup_installs_again_only_for_other_extras(tmp_path: Path) -> None:
     assert "--extras worker,dev" in make("-n", "setup", venv, "EXTRAS=worker,dev")
     (tmp_path / ".extras").unlink()
     assert "install.py" not in make("-n", "setup", venv)
+
+
+def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    python = tmp_path / "python3.10"
+    pretend = "import sys; sys.version_info = (3, 10, 9); exec(sys.argv[1])"
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exec {sys.executable} -c "{pretend}" "$2"\n')
+    python.chmod(0o755)
+    done = subprocess.run(
+        ["make", "setup", f"VENV={tmp_path}/venv", f"PYTHON={python}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "needs Python 3.11 or newer; name one: make setup PYTHON=" in done.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 def test_against_names_the_revision() -> None:
