@@ -55,6 +55,12 @@ def _is_there(module: str) -> bool:
         return False
 
 
+def extra_of(module: str) -> Extra | None:
+    """The extra that installs a module, or None."""
+    top = module.partition(".")[0]
+    return next((extra for extra, modules in _MODULES.items() if top in modules), None)
+
+
 def install_command(extra: Extra) -> str:
     """A shell command that adds the extra to this installation, whatever it was installed from.
 

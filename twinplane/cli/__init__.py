@@ -15,7 +15,7 @@ from importlib import import_module
 from twinplane import __version__
 from twinplane.cli.failures import one_line
 from twinplane.errors import TwinplaneError
-from twinplane.extras import Extra, how_to_get, missing_modules
+from twinplane.extras import Extra, extra_of, how_to_get, missing_modules
 from twinplane.models.errors import ModelError
 from twinplane.paths import NoHomeFolder
 from twinplane.process.standard_streams import prepare_standard_streams
@@ -98,12 +98,7 @@ def _show(text: str) -> bool:
 def _run(command: _Command, arguments: list[str]) -> int:
     if command.extra is not None and (missing := missing_modules(command.extra)):
         with_model = command.name in ("up", "worker") and "--simulate" not in arguments
-        remedy = how_to_get(Extra.WORKER if with_model else command.extra)
-        print(
-            f"twinplane {command.name}: not installed: {', '.join(missing)}; run: {remedy}",
-            file=sys.stderr,
-        )
-        return 1
+        return _not_installed(command, missing, Extra.WORKER if with_model else command.extra)
     try:
         code: int = import_module(command.module).main(arguments)
         sys.stdout.flush()
@@ -111,6 +106,11 @@ def _run(command: _Command, arguments: list[str]) -> int:
     except (TwinplaneError, ModelError, NoHomeFolder) as error:
         print(f"twinplane {command.name}: {one_line(error)}", file=sys.stderr)
         return 1
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name or "")
+        if extra is None:
+            raise
+        return _not_installed(command, (str(error.name),), extra)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output is gone
@@ -122,6 +122,12 @@ def _run(command: _Command, arguments: list[str]) -> int:
         _discard_output()
         print(f"twinplane {command.name}: {reason}", file=sys.stderr)
         return 1
+
+
+def _not_installed(command: _Command, modules: Sequence[str], extra: Extra) -> int:
+    what = f"not installed: {', '.join(modules)}; run: {how_to_get(extra)}"
+    print(f"twinplane {command.name}: {what}", file=sys.stderr)
+    return 1
 
 
 def _discard_output() -> None:

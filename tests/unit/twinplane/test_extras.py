@@ -19,7 +19,8 @@ from packaging.requirements import Requirement
 
 from tests.support.planes import ROOT
 from twinplane import extras
-from twinplane.extras import Extra, how_to_get, install_command, missing_modules
+from twinplane.cli import doctor, main
+from twinplane.extras import Extra, extra_of, how_to_get, install_command, missing_modules
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OPTIONAL: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -66,7 +67,8 @@ def test_the_base_is_what_the_client_imports() -> None:
 
 def test_the_extras_hold_what_is_imported_and_nothing_else() -> None:
     asked = names(PROJECT["dependencies"])
-    for extra in ("control", "worker", "gpu"):
+    assert OPTIONAL.keys() >= {"control", "worker", "gpu"}
+    for extra in OPTIONAL.keys() - {"bench", "dev"}:
         asked |= names(OPTIONAL[extra])
     assert distributions_imported_by("twinplane", "control_plane", "worker_service") == asked
     assert "twinplane[control]" in OPTIONAL["worker"]
@@ -84,6 +86,13 @@ def test_a_command_looks_for_what_its_extra_installs(extra: Extra) -> None:
     # Without it, streams are slower.
     assert looked_for == names(OPTIONAL[extra.value]) - {"uvloop"}
     assert missing_modules(extra) == ()
+
+
+@pytest.mark.parametrize("extra", Extra)
+def test_a_module_belongs_to_one_extra(extra: Extra) -> None:
+    for module in extras._MODULES[extra]:
+        assert extra_of(f"{module}.part") is extra_of(module) is extra
+    assert extra_of("grpc") is extra_of("nothing") is None
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,3 +160,25 @@ def test_a_file_that_is_gone_and_what_came_over_the_network(
     (line,) = arguments(monkeypatch, cloned, Extra.CONTROL)
     assert Requirement(line).extras == {"control"}
     assert Requirement(line).url == "git+https://example.org/twinplane.git@abc"
+
+
+def test_a_command_that_stumbles_over_a_missing_module_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stumble(argv: object) -> int:
+        raise ModuleNotFoundError("No module named 'rich'", name="rich.console")
+
+    monkeypatch.setattr(doctor, "main", stumble)
+    assert main(["doctor"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("twinplane doctor: not installed: rich.console; run: ")
+    assert install_command(Extra.CONTROL) in line
+
+
+def test_a_module_of_ours_that_is_not_there_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(argv: object) -> int:
+        raise ModuleNotFoundError("No module named 'twinplane.x'", name="twinplane.x")
+
+    monkeypatch.setattr(doctor, "main", fail)
+    with pytest.raises(ModuleNotFoundError):
+        main(["doctor"])
