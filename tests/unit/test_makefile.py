@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 from tests.support.planes import ROOT
@@ -106,3 +108,21 @@ def test_the_lock_pins_exactly_and_names_no_build() -> None:
         assert version
         assert "+" not in version
         assert " " not in pin
+
+
+def test_the_install_page_names_the_variables_and_extras_there_are() -> None:
+    page = (ROOT / "docs" / "install.md").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    variables = re.findall(r"^\| `([A-Z]+)` \| (\S+) \|", page, re.M)
+    assert {name for name, _ in variables} == {"PYTHON", "VENV", "EXTRAS", "TORCH", "CONSTRAINTS"}
+    for name, default in variables:
+        assert re.search(rf"^{name} \?= .*{re.escape(default)}", makefile, re.M), name
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for text in (page, (ROOT / "README.md").read_text()):
+        named = re.findall(r"pip install '\.\[([\w,]+)\]'", text)
+        assert set(",".join(named).split(",")) == {"control", "worker", "gpu"} <= extras.keys()
+    pin = re.search(r"^torch==.*$", (ROOT / "requirements" / "ci.txt").read_text(), re.M)
+    assert pin
+    assert f"'{pin[0]}+cpu'" in page
