@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from twinplane.paths import expand
 
@@ -22,7 +22,17 @@ class Message:
     content: str
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+class MessageDict(TypedDict):
+    """A Message as a mapping."""
+
+    role: str
+    content: str
+
+
+Conversation: TypeAlias = Sequence[Message | MessageDict]
+"""The turns of a conversation, oldest first."""
+
+Prompt: TypeAlias = str | Sequence[int] | Conversation
 """Plain text, token ids taken as they are, or a conversation."""
 
 
@@ -75,6 +85,14 @@ class GenerationResult:
     request_id: str
     model: str
     arithmetic_changed: bool = False
+
+
+class Health(Enum):
+    """Whether a server takes work."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"
+    """It answers, and has no worker, loads a model, or shuts down."""
 
 
 @dataclass(frozen=True, slots=True)
