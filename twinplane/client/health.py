@@ -43,6 +43,7 @@ class ReadyWait:
         self._endpoint = endpoint
         self._attempts = attempts
         self._pause = _FIRST_PAUSE
+        self._cause = ""
 
     def look_seconds(self) -> float:
         """How long the next look may take."""
@@ -56,11 +57,15 @@ class ReadyWait:
         """
         if seen is not None and not isinstance(seen, Unavailable | DeadlineExceeded):
             raise seen
+        if seen is None:
+            self._cause = "it has no worker yet, or shuts down"
+        elif isinstance(seen, Unavailable) or not self._cause:  # the last look may be cut short
+            self._cause = str(seen)
         remaining = self._attempts.remaining()
         if remaining is not None and remaining <= self._pause:
-            why = "it has no worker yet, or shuts down" if seen is None else str(seen)
+            after = f"{self._attempts.timeout:g} s"
             raise DeadlineExceeded(
-                f"{self._endpoint.address} was not ready after {self._attempts.timeout:g} s: {why}"
+                f"{self._endpoint.address} was not ready after {after}: {self._cause}"
             ) from seen
         pause, self._pause = self._pause, min(2 * self._pause, _LONGEST_PAUSE)
         return pause

@@ -144,9 +144,7 @@ def test_why_a_connection_broke(text: str, said: str) -> None:
 
 
 @CALLERS
-@pytest.mark.parametrize(
-    "method", ["generate", "complete", "tokenize", "detokenize", "list_models"]
-)
+@pytest.mark.parametrize("method", ["generate", "complete", "tokenize", "list_models"])
 async def test_a_worker_and_other_servers_are_told_apart(method: str, caller: Call) -> None:
     arguments = [] if method == "list_models" else ["x"]
 
