@@ -291,6 +291,8 @@ async def _whole(
             answer.stop_string = finished.stop_string
         case "stop_token_id":
             answer.stop_token_id = finished.stop_token_id
+        case _:
+            pass
     return answer
 
 

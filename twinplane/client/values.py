@@ -122,6 +122,15 @@ class TlsCredentials:
     private_key: bytes | None = field(default=None, repr=False)
     certificate_chain: bytes | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "private_key", "certificate_chain"):
+            content = getattr(self, name)
+            if not isinstance(content, bytes | None):
+                kind = type(content).__name__
+                raise TypeError(f"{name} must be bytes, not {kind}; from_files reads files")
+        if (self.private_key is None) is not (self.certificate_chain is None):
+            raise ValueError("private_key and certificate_chain go together")
+
     @classmethod
     def from_files(
         cls,
