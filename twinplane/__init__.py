@@ -18,7 +18,9 @@ if TYPE_CHECKING:
         Delta,
         FinishReason,
         GenerationResult,
+        Health,
         Message,
+        MessageDict,
         ServedModel,
         TlsCredentials,
         Usage,
@@ -26,14 +28,18 @@ if TYPE_CHECKING:
     )
     from twinplane.errors import (
         Cancelled,
+        ClientUnusable,
         DeadlineExceeded,
         InternalError,
+        InvalidAddress,
         InvalidRequest,
         ModelNotFound,
         Overloaded,
+        PartialGeneration,
         TwinplaneError,
         Unavailable,
         Violation,
+        WrongServer,
     )
 
 __version__ = "0.2.0"
@@ -43,17 +49,22 @@ __all__ = [
     "AsyncGeneration",
     "Cancelled",
     "Client",
+    "ClientUnusable",
     "DeadlineExceeded",
     "Delta",
     "FinishReason",
     "GenerateOptions",
     "Generation",
     "GenerationResult",
+    "Health",
     "InternalError",
+    "InvalidAddress",
     "InvalidRequest",
     "Message",
+    "MessageDict",
     "ModelNotFound",
     "Overloaded",
+    "PartialGeneration",
     "RetryPolicy",
     "ServedModel",
     "TlsCredentials",
@@ -62,6 +73,7 @@ __all__ = [
     "Usage",
     "Violation",
     "WeightVersion",
+    "WrongServer",
     "__version__",
 ]
 
@@ -74,7 +86,9 @@ _HOMES = {
         "Delta",
         "FinishReason",
         "GenerationResult",
+        "Health",
         "Message",
+        "MessageDict",
         "ServedModel",
         "TlsCredentials",
         "Usage",
@@ -82,26 +96,32 @@ _HOMES = {
     ),
     "twinplane.errors": (
         "Cancelled",
+        "ClientUnusable",
         "DeadlineExceeded",
         "InternalError",
+        "InvalidAddress",
         "InvalidRequest",
         "ModelNotFound",
         "Overloaded",
+        "PartialGeneration",
         "TwinplaneError",
         "Unavailable",
         "Violation",
+        "WrongServer",
     ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> object:
-    home = _HOME_OF.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker that saw it would believe in every name
+
+    def __getattr__(name: str) -> object:
+        home = _HOME_OF.get(name)
+        if home is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(home), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,9 @@ TwinplaneError
 ├── Unavailable         the server can't be reached, starts, or drains
 ├── DeadlineExceeded    the time the caller allowed has passed
 ├── Cancelled           the call was cancelled, here or by the server
+├── WrongServer         what answers at the address is no control plane, or lacks the RPC
+├── InvalidAddress      the address is not one; also a ValueError
+├── ClientUnusable      the client was closed, or belongs to another event loop or process
 └── InternalError       a bug: the server's, or a server that does not keep the contract
 """
 
@@ -24,12 +27,25 @@ class Violation:
     description: str
 
 
+@dataclass(frozen=True, slots=True)
+class PartialGeneration:
+    """What had come of a generation when it broke. `seed` is the one of its draws: the same request
+    with it gives the same tokens.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    seed: int
+    request_id: str
+    model: str
+
+
 class TwinplaneError(Exception):
     """Base of all. `reason` and `metadata` are the server's ErrorInfo, empty when it sent none: the
     reason is a name of twinplane.common.v1.ErrorReason without the prefix, e.g. QUEUE_FULL.
 
     `retry_after` is how many seconds the server asks to wait before another attempt; None when it
-    does not say.
+    does not say. `partial` is what had come of a generation that broke; None where none had begun.
     """
 
     def __init__(
@@ -46,6 +62,7 @@ class TwinplaneError(Exception):
         self.metadata = dict(metadata or {})
         self.retry_after = retry_after
         self.violations = violations
+        self.partial: PartialGeneration | None = None
 
 
 class InvalidRequest(TwinplaneError):
@@ -70,6 +87,18 @@ class DeadlineExceeded(TwinplaneError):
 
 class Cancelled(TwinplaneError):
     """The call was cancelled."""
+
+
+class WrongServer(TwinplaneError):
+    """What answers is no control plane, or one that lacks the RPC. The message says what it is."""
+
+
+class InvalidAddress(TwinplaneError, ValueError):
+    """An address can't be connected to as it is written."""
+
+
+class ClientUnusable(TwinplaneError):
+    """A client was used after it was closed, or outside the event loop or process it belongs to."""
 
 
 class InternalError(TwinplaneError):

@@ -1,8 +1,8 @@
 """Who comes in: decided before a request is looked at, so that a refusal costs next to nothing.
 
-A Generate call passes when there is a place for its request, and keeps the place until the request
-is submitted. A request whose text waits to be tokenized is held whole, so what such requests have
-in bytes is bounded too, of every call.
+A call that generates passes when there is a place for its request, and keeps the place until the
+request is submitted. A request whose text waits to be tokenized is held whole, so what such
+requests have in bytes is bounded too, of every call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from twinplane.inference.v1 import inference_pb2
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-_GENERATE = f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name['Generate'].name}"
+_GENERATING = frozenset(
+    f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name[name].name}"
+    for name in ("Generate", "Complete")
+)
 
 
 class EngineDoor:
@@ -34,7 +37,7 @@ class EngineDoor:
 
     def check(self, method: str) -> None:
         """See Door. Raises what Engine.check_room raises."""
-        if method == _GENERATE:
+        if method in _GENERATING:
             self._engine.check_room()
 
     def enter(self, method: str, byte_count: int) -> Callable[[], None]:
@@ -42,7 +45,7 @@ class EngineDoor:
         # One alone always passes, whatever the bound.
         if self._held_bytes and self._held_bytes + byte_count > self._max_held_bytes:
             raise RequestsTooLarge(self._held_bytes)
-        give_back = self._engine.reserve() if method == _GENERATE else None
+        give_back = self._engine.reserve() if method in _GENERATING else None
         self._held_bytes += byte_count
 
         def leave() -> None:

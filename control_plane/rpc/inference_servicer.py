@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import grpc
 
@@ -21,6 +21,7 @@ from control_plane.rpc.validation import (
     MAX_REQUEST_ID_CHARACTERS,
     ChatPrompt,
     GenerateCall,
+    GenerationRequest,
     Prompt,
     TextPrompt,
     TokenPrompt,
@@ -77,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._generating: set[asyncio.Task[None]] = set()
 
     async def finished(self) -> None:
-        """Returns once every Generate call is over: its client has read all, or has left."""
+        """Returns once every generation's call is over: its client has read all, or has left."""
         while self._generating:
             await asyncio.wait(self._generating)
 
@@ -86,25 +87,49 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         # A coroutine, not a generator, so that its `finally` runs in this task as soon as the call
         # is cancelled.
+        self._note_generating()
+        submitting = self._submit(request, context)
+        # For as long as the call lasts, nobody holds its message or its prompt: they may be large.
+        del request
+        started, stream = await submitting
+        try:
+            await context.write(inference_pb2.GenerateResponse(started=started))
+            await _send(context, stream)
+        finally:
+            self._leave(started, stream)
+
+    async def Complete(  # noqa: N802
+        self,
+        request: inference_pb2.CompleteRequest,
+        context: grpc.aio.ServicerContext[
+            inference_pb2.CompleteRequest, inference_pb2.CompleteResponse
+        ],
+    ) -> inference_pb2.CompleteResponse:
+        self._note_generating()
+        submitting = self._submit(request, context)
+        del request  # as in Generate
+        started, stream = await submitting
+        try:
+            return await _whole(started, stream)
+        finally:
+            self._leave(started, stream)
+
+    def _note_generating(self) -> None:
+        """The current task is a call that `finished` waits for."""
         call = asyncio.current_task()
         assert call is not None
         self._generating.add(call)
         call.add_done_callback(self._generating.discard)
-        submitting = self._submit(request, context)
-        # For as long as the call lasts, nobody holds its message or its prompt: they may be large.
-        del request
-        request_id, started, stream = await submitting
-        try:
-            await context.write(started)
-            await _send(context, stream)
-        finally:
-            if not stream.ended:
-                self._engine.finish(request_id, FinishReason.CANCELLED)
+
+    def _leave(self, started: inference_pb2.GenerationStarted, stream: TokenStream) -> None:
+        """The call of this generation is over, whether the generation is or not."""
+        if not stream.ended:
+            self._engine.finish(RequestId(started.request_id), FinishReason.CANCELLED)
 
     async def _submit(
-        self, request: inference_pb2.GenerateRequest, context: GenerateContext
-    ) -> tuple[RequestId, inference_pb2.GenerateResponse, TokenStream]:
-        """Hands the request to the engine. Returns its id, the first answer, and its stream."""
+        self, request: GenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> tuple[inference_pb2.GenerationStarted, TokenStream]:
+        """Hands the request to the engine. Returns what there is to say of it, and its stream."""
         arrival = self._clock()
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
@@ -125,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         require_time(context)
         leave_door()
         self._engine.submit(core_request, stream)
-        return request_id, _started(core_request, model), stream
+        return _started(core_request, model), stream
 
     async def Tokenize(  # noqa: N802
         self,
@@ -241,14 +266,42 @@ def _deltas(delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
         )
 
 
-def _started(request: Request, model: ServedModel) -> inference_pb2.GenerateResponse:
-    return inference_pb2.GenerateResponse(
-        started=inference_pb2.GenerationStarted(
-            request_id=request.request_id,
-            model=model.name,
-            prompt_token_count=len(request.prompt_token_ids),
-            seed=request.seed,
-        )
+async def _whole(
+    started: inference_pb2.GenerationStarted, stream: TokenStream
+) -> inference_pb2.CompleteResponse:
+    """Waits for the stream's end. Raises what ends a generation with an error."""
+    answer = inference_pb2.CompleteResponse(
+        request_id=started.request_id, model=started.model, seed=started.seed
+    )
+    texts: list[str] = []
+    while True:
+        delta = await stream.take()
+        texts.append(delta.text)
+        answer.token_ids.extend(delta.tokens.ids)
+        if delta.finish is not None:
+            break
+    finished = _finished(delta.finish, delta.stop_string)
+    answer.text = "".join(texts)
+    # The fields of these names mean the same in both messages.
+    answer.reason = finished.reason
+    answer.usage.CopyFrom(finished.usage)
+    answer.arithmetic_changed = finished.arithmetic_changed
+    match finished.WhichOneof("matched"):
+        case "stop_string":
+            answer.stop_string = finished.stop_string
+        case "stop_token_id":
+            answer.stop_token_id = finished.stop_token_id
+        case _:
+            pass
+    return answer
+
+
+def _started(request: Request, model: ServedModel) -> inference_pb2.GenerationStarted:
+    return inference_pb2.GenerationStarted(
+        request_id=request.request_id,
+        model=model.name,
+        prompt_token_count=len(request.prompt_token_ids),
+        seed=request.seed,
     )
 
 

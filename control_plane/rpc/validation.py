@@ -60,6 +60,9 @@ class ChatPrompt:
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
 
+GenerationRequest = inference_pb2.GenerateRequest | inference_pb2.CompleteRequest
+"""Both have the same fields, with the same meaning."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stop:
@@ -73,7 +76,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class GenerateCall:
-    """A checked GenerateRequest. With `seed` None, the server chooses one."""
+    """A checked GenerationRequest. With `seed` None, the server chooses one."""
 
     prompt: Prompt
     sampling: SamplingParams
@@ -100,7 +103,7 @@ def check_model(name: str, served: ServedModel | None) -> ServedModel:
     return served
 
 
-def check_generate(request: inference_pb2.GenerateRequest, model: ServedModel) -> GenerateCall:
+def check_generate(request: GenerationRequest, model: ServedModel) -> GenerateCall:
     """Checks all but what needs the prompt's token count. Raises InvalidRequest."""
     checker = Checker()
     _few_messages(checker, request.chat)

@@ -120,6 +120,7 @@ class Edge:
     counted: asyncio.Event
     text_model: TextModel
     door: EngineDoor
+    servicer: InferenceServicer
 
     async def wait_counted(self, count: int = 1) -> None:
         """Until that many calls have ended on the server."""
@@ -167,7 +168,7 @@ async def running_edge(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Edge(engine, stub, port, calls, counted, text_model, door)
+            yield Edge(engine, stub, port, calls, counted, text_model, door, servicer)
     finally:
         await server.stop(0)
         text.close()
@@ -236,6 +237,8 @@ async def refusal_of(
             case inference_pb2.GenerateRequest():
                 async for _ in stub.Generate(request):
                     pass
+            case inference_pb2.CompleteRequest():
+                await stub.Complete(request)
             case inference_pb2.TokenizeRequest():
                 await stub.Tokenize(request)
             case inference_pb2.DetokenizeRequest():

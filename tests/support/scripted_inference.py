@@ -16,6 +16,7 @@ from datetime import timedelta
 import grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from twinplane.inference.v1 import inference_pb2 as pb
@@ -75,6 +76,10 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     time_left: list[float | None] = field(default_factory=list)
     left: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each generation whose client left before its script was over."""
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    """Of each call."""
+    health: deque[int | Fail] = field(default_factory=deque)
+    """Answers to health checks of the service; the last one stays. Empty: it has no health."""
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each call that begins to hang."""
 
@@ -103,6 +108,22 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
                     yield step
         over.set()
 
+    def Complete(  # noqa: N802
+        self, request: pb.CompleteRequest, context: grpc.ServicerContext
+    ) -> pb.CompleteResponse:
+        """The next script in one answer; a script that hangs is for Generate."""
+        self._note(request, context)
+        answer = pb.CompleteResponse()
+        for step in self.scripts.popleft():
+            match step:
+                case Fail():
+                    _abort(step, context)
+                case pb.GenerateResponse():
+                    _add(answer, step)
+                case _:
+                    raise AssertionError(step)
+        return answer
+
     def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.ServicerContext
     ) -> pb.TokenizeResponse:
@@ -129,8 +150,41 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     def _note(self, request: Message, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.time_left.append(context.time_remaining())
+        self.metadata.append(dict(context.invocation_metadata()))
         if self.failures:
             _abort(self.failures.popleft(), context)
+
+
+def _add(answer: pb.CompleteResponse, message: pb.GenerateResponse) -> None:
+    started, finished = message.started, message.finished
+    answer.text += message.delta.text
+    answer.token_ids.extend(message.delta.token_ids)
+    answer.seed = started.seed or answer.seed
+    answer.request_id = started.request_id or answer.request_id
+    answer.model = started.model or answer.model
+    for end, value in finished.ListFields():
+        if end.message_type is None:
+            setattr(answer, end.name, value)
+        else:
+            getattr(answer, end.name).CopyFrom(value)
+    if finished.HasField("stop_token_id"):
+        answer.stop_token_id = finished.stop_token_id
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    def __init__(self, service: ScriptedInference) -> None:
+        self._service = service
+
+    def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        assert request.service == "twinplane.inference.v1.InferenceService"
+        self._service.metadata.append(dict(context.invocation_metadata()))
+        answers = self._service.health
+        answer = answers.popleft() if len(answers) > 1 else answers[0]
+        if isinstance(answer, Fail):
+            _abort(answer, context)
+        return health_pb2.HealthCheckResponse(status=answer)
 
 
 def _abort(failure: Fail, context: grpc.ServicerContext) -> None:
@@ -147,6 +201,8 @@ def serve(
     """Serves on a free loopback port; yields its address."""
     server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
+    if service.health:
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
     port = (
         server.add_insecure_port("127.0.0.1:0")
         if credentials is None

@@ -34,7 +34,6 @@ def main(argv: Sequence[str]) -> int:
     add_request_flags(parser, max_tokens=1024)
     namespace = parser.parse_args(argv)
     quiet_grpc()
-    from twinplane import Client
 
     interactive = sys.stdin.isatty()
     if interactive:
@@ -42,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
         print("/help lists commands, Ctrl-D leaves.")
     flags = request_flags(namespace)
-    with Client(flags.address) as client:
+    with flags.connection.client() as client:
         chat = Chat(client, flags.options, namespace.system, sys.stdout)
         return _loop(chat, interactive=interactive)
 
@@ -117,6 +116,10 @@ class Chat:
                     self._output.flush()
         except KeyboardInterrupt:
             self._output.write(" …")  # what was said so far stays in the conversation
+        except TwinplaneError:
+            if "".join(parts):
+                self._say("")  # the error gets a line of its own
+            raise
         self._say("")
         if parts:
             self._turns = [*turns, Message("assistant", "".join(parts))]

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from twinplane.errors import InvalidRequest, ModelNotFound, Overloaded, TwinplaneError, Unavailable
+import re
+
+from twinplane.cli.connection import ADDRESS_VARIABLE
+from twinplane.errors import (
+    InvalidAddress,
+    InvalidRequest,
+    ModelNotFound,
+    Overloaded,
+    TwinplaneError,
+    Unavailable,
+    WrongServer,
+)
+
+_FLAGS = {"model": "--model", "stop.max_tokens": "--max-tokens", "stop.strings": "--stop"}
+_SAMPLING = "sampling."
 
 
 def one_line(error: Exception) -> str:
     """The line for an error. Only errors of the client get advice here; others bring their own."""
     match error:
         case InvalidRequest() if error.violations:
-            return "; ".join(f"{v.field}: {v.description}" for v in error.violations)
-        case Unavailable(reason=""):  # no server answered
-            return "no server answers: is `twinplane up` running? (--address names another)"
+            return "; ".join(f"{_named(v.field)}: {v.description}" for v in error.violations)
+        case Unavailable(reason="", partial=None):  # no server answered
+            hint = f"is `twinplane up` running? --address or {ADDRESS_VARIABLE} names another"
+            return f"{_first_line(error)} ({hint})"
+        case InvalidAddress() | WrongServer():
+            return f"{_first_line(error)} (--address or {ADDRESS_VARIABLE})"
         case Overloaded(retry_after=float(seconds)):
             return f"{_first_line(error)} (try again in {seconds:g} s)"
         case ModelNotFound():
@@ -20,6 +37,15 @@ def one_line(error: Exception) -> str:
             return _first_line(error) or type(error).__name__
         case _:
             return _first_line(error)
+
+
+def _named(field: str) -> str:
+    """A field of a request, with the flag that sets it, if one does."""
+    plain = re.sub(r"\[\d+\]", "", field)
+    flag = _FLAGS.get(plain)
+    if plain.startswith(_SAMPLING):
+        flag = "--" + plain.removeprefix(_SAMPLING).replace("_", "-")
+    return field if flag is None else f"{field} ({flag})"
 
 
 def _first_line(error: Exception) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
+from twinplane.errors import TwinplaneError
 
 if TYPE_CHECKING:
-    from twinplane import GenerationResult
+    from twinplane import Generation, GenerationResult
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,17 +33,14 @@ def main(argv: Sequence[str]) -> int:
     if prompt is None:
         parser.error("no prompt: give one, or pipe it in")
     quiet_grpc()
-    from twinplane import Client
 
     flags = request_flags(namespace)
     with (
-        Client(flags.address) as client,
+        flags.connection.client() as client,
         client.generate(prompt, **flags.options) as generation,
     ):
         if not namespace.json:
-            for delta in generation:
-                print(delta.text, end="", flush=True)
-            print()
+            _stream(generation)
         result = generation.result()
     if namespace.json:
         # What the output's encoding lacks is escaped, so that nothing is lost.
@@ -51,6 +49,18 @@ def main(argv: Sequence[str]) -> int:
     if namespace.verbose:
         print(_usage_line(result), file=sys.stderr)
     return 0
+
+
+def _stream(generation: Generation) -> None:
+    """Prints the text as it comes. An error that breaks it gets a line of its own."""
+    try:
+        for delta in generation:
+            print(delta.text, end="", flush=True)
+    except TwinplaneError as error:
+        if error.partial is not None and error.partial.text:
+            print(flush=True)
+        raise
+    print()
 
 
 def _prompt(given: str | None, stdin: TextIO) -> str | None:

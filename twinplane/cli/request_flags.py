@@ -7,26 +7,21 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
+from twinplane.cli.connection import Connection, add_connection_flags, connection
 from twinplane.client.options import GenerateOptions
-from twinplane.client.values import DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
     """Where to send a request, and the options that were given for it."""
 
-    address: str
+    connection: Connection
     options: GenerateOptions
 
 
 def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Adds the flags to `parser`, in two groups."""
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--address",
-        default=DEFAULT_ADDRESS,
-        help="host:port or unix:PATH of the control plane (default: %(default)s)",
-    )
+    server = add_connection_flags(parser)
     server.add_argument("--model", default="", metavar="NAME", help="default: the one served")
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument(
@@ -49,7 +44,7 @@ def request_flags(namespace: argparse.Namespace) -> RequestFlags:
         for name, value in vars(namespace).items()
         if name in GenerateOptions.__optional_keys__ and value is not None
     }
-    return RequestFlags(namespace.address, cast(GenerateOptions, given))
+    return RequestFlags(connection(namespace), cast(GenerateOptions, given))
 
 
 def quiet_grpc() -> None:

@@ -3,36 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 import grpc.aio
 
+from twinplane.client import health
+from twinplane.client.base import BaseClient
 from twinplane.client.channel import OPTIONS, channel_credentials
-from twinplane.client.failures import wait_or_raise
+from twinplane.client.failures import Failures
 from twinplane.client.generation import BaseGeneration
+from twinplane.client.home import Home
 from twinplane.client.options import GenerateOptions, with_options_documented
-from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
-from twinplane.client.responses import served_models
+from twinplane.client.requests import (
+    complete_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
+from twinplane.client.responses import completed, served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
+    Conversation,
     Delta,
     GenerationResult,
-    Message,
+    Health,
     Prompt,
     ServedModel,
     TlsCredentials,
 )
-from twinplane.errors import Cancelled
+from twinplane.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    TwinplaneError,
+    Unavailable,
+)
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
-from twinplane.paths import expand_address
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -43,15 +55,16 @@ class _Stream(Protocol):
     def cancel(self) -> object: ...
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """Talks to a control plane from one event loop, in which it connects on first use.
 
         async with AsyncClient() as client:
             async for delta in client.generate("Once upon a time", max_tokens=32):
                 print(delta.text, end="", flush=True)
 
-    Arguments are those of Client. Every method raises subclasses of TwinplaneError. A task that is
-    cancelled cancels its call and gets its CancelledError.
+    Arguments and errors are those of Client. A task that is cancelled cancels its call and gets its
+    CancelledError. Another event loop needs a client of its own, and so does another process; one
+    that forks after this was used may hang in gRPC, whatever it does: spawn it.
     """
 
     def __init__(
@@ -59,28 +72,28 @@ class AsyncClient:
         address: str = DEFAULT_ADDRESS,
         *,
         credentials: TlsCredentials | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
         timeout: float | None = None,
         retry: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._retry = retry or RetryPolicy()
-        self._clock = clock
+        super().__init__(address, credentials, metadata, timeout, retry, clock, jitter)
         self._sleep = sleep
-        self._jitter = jitter or random.Random().random
-        self._address = expand_address(address)
-        self._credentials = credentials
+        self._home: Home | None = None
         self._channel: grpc.aio.Channel | None = None
         self._generations: weakref.WeakSet[AsyncGeneration] = weakref.WeakSet()
 
     async def close(self) -> None:
         """Closes the connection; generations that run are cancelled."""
+        self._failures.client_closed = True
+        channel, self._channel = self._channel, None
+        if channel is None or (self._home is not None and not self._home.is_here()):
+            return  # the event loop that could close it is another, or gone with all its calls
         for generation in list(self._generations):  # gRPC finds only some of its calls
             generation.cancel()
-        if self._channel is not None:
-            await self._channel.close()
+        await channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -105,16 +118,32 @@ class AsyncClient:
         request = generate_request(prompt, options)
 
         def open_stream(remaining: float | None) -> _Stream:
-            stream: _Stream = self._stub().Generate(request, timeout=remaining)
+            stream: _Stream = self._stub().Generate(
+                request, timeout=remaining, metadata=self._metadata()
+            )
             return stream
 
-        generation = AsyncGeneration(open_stream, self._attempts(timeout), self._sleep)
+        generation = AsyncGeneration(
+            open_stream, self._attempts(timeout), self._failures, self._sleep
+        )
         self._generations.add(generation)
         return generation
 
+    @with_options_documented
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerationResult:
+        """As Client.complete."""
+        request = complete_request(prompt, options)
+        return completed(await self._unary(self._stub().Complete, request, timeout))
+
     async def tokenize(
         self,
-        text: str | Sequence[Message],
+        text: str | Conversation,
         *,
         model: str = "",
         add_special_tokens: bool = True,
@@ -150,20 +179,58 @@ class AsyncClient:
         )
         return served_models(response)
 
+    async def health(self, *, timeout: float | None = None) -> Health:
+        """As Client.health."""
+        attempts = self._attempts(timeout)
+        check = self._open_channel().unary_unary(
+            health.CHECK,
+            request_serializer=health.serialize,
+            response_deserializer=health.parse,
+        )
+        try:
+            answer = await check(
+                health.question(), timeout=attempts.remaining(), metadata=self._metadata()
+            )
+        except grpc.RpcError as failure:
+            if failure.code() is grpc.StatusCode.NOT_FOUND:
+                raise self._failures.not_a_control_plane() from failure
+            raise self._failures.error_of(failure, attempts.timeout) from failure
+        except asyncio.CancelledError:
+            _raise_if_call_was_cancelled()
+            raise
+        return health.health_of(answer)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """As Client.wait_ready."""
+        wait = health.ReadyWait(self._endpoint, self._attempts(timeout))
+        while True:
+            seen: TwinplaneError | None = None
+            try:
+                if await self.health(timeout=wait.look_seconds()) is Health.SERVING:
+                    return
+            except (Unavailable, DeadlineExceeded) as error:
+                seen = error
+            await self._sleep(wait.pause_after(seen))
+
     def _stub(self) -> inference_pb2_grpc.InferenceServiceStub:
+        return inference_pb2_grpc.InferenceServiceStub(self._open_channel())
+
+    def _open_channel(self) -> grpc.aio.Channel:
+        """The channel, made at the first call. Raises ClientUnusable where it can't be used."""
+        self._require_open()
+        if self._home is None:
+            self._home = Home.here()
+        self._home.require()
         if self._channel is None:
+            target = self._endpoint.address
             self._channel = (
-                grpc.aio.insecure_channel(self._address, OPTIONS)
+                grpc.aio.insecure_channel(target, OPTIONS)
                 if self._credentials is None
                 else grpc.aio.secure_channel(
-                    self._address, channel_credentials(self._credentials), OPTIONS
+                    target, channel_credentials(self._credentials), OPTIONS
                 )
             )
-        return inference_pb2_grpc.InferenceServiceStub(self._channel)
-
-    def _attempts(self, timeout: float | None) -> Attempts:
-        bound = self._timeout if timeout is None else timeout
-        return Attempts(self._retry, bound, self._clock, self._jitter)
+        return self._channel
 
     async def _unary(
         self,
@@ -174,9 +241,12 @@ class AsyncClient:
         attempts = self._attempts(timeout)
         while True:
             try:
-                return await method(request, timeout=attempts.remaining())
+                self._open_channel()  # or it was closed during a wait
+                return await method(
+                    request, timeout=attempts.remaining(), metadata=self._metadata()
+                )
             except grpc.RpcError as failure:
-                wait = wait_or_raise(attempts, failure)
+                wait = self._failures.wait_or_raise(attempts, failure)
             except asyncio.CancelledError:
                 _raise_if_call_was_cancelled()
                 raise
@@ -194,10 +264,12 @@ class AsyncGeneration(BaseGeneration[_Stream]):
         self,
         open_stream: Callable[[float | None], _Stream],
         attempts: Attempts,
+        failures: Failures,
         sleep: Callable[[float], Awaitable[None]],
     ) -> None:
-        super().__init__(open_stream, attempts)
+        super().__init__(open_stream, attempts, failures)
         self._sleep = sleep
+        self._home = Home.here()
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
@@ -228,6 +300,7 @@ class AsyncGeneration(BaseGeneration[_Stream]):
         self.cancel()
 
     async def _read(self) -> pb.GenerateResponse | None:
+        self._home.require()
         while True:
             try:
                 message = await self._stream.read()
@@ -235,7 +308,10 @@ class AsyncGeneration(BaseGeneration[_Stream]):
             except grpc.RpcError as failure:
                 wait = self._wait_or_raise(failure)
             except asyncio.CancelledError:
-                _raise_if_call_was_cancelled()
+                try:
+                    _raise_if_call_was_cancelled()
+                except Cancelled as error:
+                    raise self._fold.broken(error) from None
                 raise
             await self._sleep(wait)
             self._reopen()

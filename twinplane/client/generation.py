@@ -7,7 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 import grpc
 
-from twinplane.client.failures import error_of, wait_or_raise
+from twinplane.client.failures import Failures
 from twinplane.client.responses import GenerationFold
 from twinplane.client.retry import Attempts
 
@@ -26,8 +26,14 @@ class BaseGeneration(Generic[_Stream]):
     the first message has arrived.
     """
 
-    def __init__(self, open_stream: Callable[[float | None], _Stream], attempts: Attempts) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[float | None], _Stream],
+        attempts: Attempts,
+        failures: Failures,
+    ) -> None:
         self._fold = GenerationFold()
+        self._failures = failures
         self._open_stream = open_stream
         self._attempts = attempts
         self._cancelled = False
@@ -62,8 +68,10 @@ class BaseGeneration(Generic[_Stream]):
         """Returns the seconds to wait before `_reopen`. Raises the failure's error where no attempt
         may follow, e.g. because the caller has seen a message already, or has cancelled."""
         if self._fold.started is not None or self._cancelled:
-            raise error_of(failure) from failure
-        return wait_or_raise(self._attempts, failure)
+            timeout = self._attempts.timeout
+            error = self._failures.error_of(failure, timeout, cancelled=self._cancelled)
+            raise self._fold.broken(error) from failure
+        return self._failures.wait_or_raise(self._attempts, failure)
 
     def _reopen(self) -> None:
         """Starts the next attempt."""

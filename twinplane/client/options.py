@@ -28,19 +28,19 @@ class GenerateOptions(TypedDict, total=False):
     request_id      The request's name in the server's logs. Default: the server makes one.
     """
 
-    model: str
+    model: str | None
     max_tokens: int | None
     temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
     seed: int | None
-    stop: Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    priority: int
-    cache_salt: str
-    request_id: str
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    priority: int | None
+    cache_salt: str | None
+    request_id: str | None
 
 
 def with_options_documented(method: _Method) -> _Method:

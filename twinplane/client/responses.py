@@ -10,7 +10,7 @@ from twinplane.client.values import (
     Usage,
     WeightVersion,
 )
-from twinplane.errors import InternalError
+from twinplane.errors import InternalError, PartialGeneration, TwinplaneError
 from twinplane.inference.v1 import inference_pb2 as pb
 
 _FINISH_REASONS = {
@@ -36,7 +36,7 @@ class GenerationFold:
         event = message.WhichOneof("event")
         is_first = self.started is None
         if event is not None and (self.finished is not None or (event == "started") != is_first):
-            raise InternalError(f"the server sent {event} out of order")
+            raise self.broken(InternalError(f"the server sent {event} out of order"))
         match event:
             case "started":
                 self.started = message.started
@@ -54,30 +54,73 @@ class GenerationFold:
     def end(self) -> None:
         """Called when the stream ended without an error. Raises InternalError if it ended early."""
         if self.finished is None:
-            raise InternalError("the stream ended before the generation did")
+            raise self.broken(InternalError("the stream ended before the generation did"))
+
+    def broken(self, error: TwinplaneError) -> TwinplaneError:
+        """The error that breaks the generation, with what had come of it."""
+        if self.started is not None:
+            error.partial = PartialGeneration(
+                text="".join(self._texts),
+                token_ids=tuple(self._token_ids),
+                seed=self.started.seed,
+                request_id=self.started.request_id,
+                model=self.started.model,
+            )
+        return error
 
     def result(self) -> GenerationResult:
         """The whole generation, once it is finished."""
         started, finished = self.started, self.finished
         assert started is not None
         assert finished is not None
-        matched = finished.WhichOneof("matched")
-        return GenerationResult(
+        return _result(
+            finished,
             text="".join(self._texts),
             token_ids=tuple(self._token_ids),
-            finish_reason=_FINISH_REASONS.get(finished.reason, FinishReason.UNKNOWN),
-            stop_string=finished.stop_string if matched == "stop_string" else None,
-            stop_token_id=finished.stop_token_id if matched == "stop_token_id" else None,
-            usage=Usage(
-                finished.usage.prompt_token_count,
-                finished.usage.cached_prompt_token_count,
-                finished.usage.completion_token_count,
-            ),
             seed=started.seed,
             request_id=started.request_id,
             model=started.model,
-            arithmetic_changed=finished.arithmetic_changed,
         )
+
+
+def completed(response: pb.CompleteResponse) -> GenerationResult:
+    """The generation of a unary call."""
+    return _result(
+        response,
+        text=response.text,
+        token_ids=tuple(response.token_ids),
+        seed=response.seed,
+        request_id=response.request_id,
+        model=response.model,
+    )
+
+
+def _result(
+    end: pb.GenerationFinished | pb.CompleteResponse,
+    *,
+    text: str,
+    token_ids: tuple[int, ...],
+    seed: int,
+    request_id: str,
+    model: str,
+) -> GenerationResult:
+    matched = end.WhichOneof("matched")
+    return GenerationResult(
+        text=text,
+        token_ids=token_ids,
+        finish_reason=_FINISH_REASONS.get(end.reason, FinishReason.UNKNOWN),
+        stop_string=end.stop_string if matched == "stop_string" else None,
+        stop_token_id=end.stop_token_id if matched == "stop_token_id" else None,
+        usage=Usage(
+            end.usage.prompt_token_count,
+            end.usage.cached_prompt_token_count,
+            end.usage.completion_token_count,
+        ),
+        seed=seed,
+        request_id=request_id,
+        model=model,
+        arithmetic_changed=end.arithmetic_changed,
+    )
 
 
 def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:

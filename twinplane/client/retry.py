@@ -34,7 +34,10 @@ class RetryPolicy:
 
 
 class Attempts:
-    """The attempts of one call. `clock` gives monotonic seconds, `jitter` numbers in [0, 1)."""
+    """The attempts of one call, which all have `timeout` seconds together.
+
+    `clock` gives monotonic seconds, `jitter` numbers in [0, 1).
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Attempts:
         clock: Callable[[], float],
         jitter: Callable[[], float],
     ) -> None:
+        self.timeout = timeout
         self._policy = policy
         self._clock = clock
         self._jitter = jitter

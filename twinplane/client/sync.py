@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
+from twinplane.client import health
+from twinplane.client.base import BaseClient
 from twinplane.client.channel import OPTIONS, channel_credentials
-from twinplane.client.failures import wait_or_raise
+from twinplane.client.failures import Failures
 from twinplane.client.generation import BaseGeneration
 from twinplane.client.options import GenerateOptions, with_options_documented
-from twinplane.client.requests import detokenize_request, generate_request, tokenize_request
-from twinplane.client.responses import served_models
+from twinplane.client.requests import (
+    complete_request,
+    detokenize_request,
+    generate_request,
+    tokenize_request,
+)
+from twinplane.client.responses import completed, served_models
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
+    Conversation,
     Delta,
     GenerationResult,
-    Message,
+    Health,
     Prompt,
     ServedModel,
     TlsCredentials,
 )
+from twinplane.errors import DeadlineExceeded, TwinplaneError, Unavailable
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
-from twinplane.paths import expand_address
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
+_Call = TypeVar("_Call")
 
 
 class _Stream(Protocol):
@@ -39,7 +47,7 @@ class _Stream(Protocol):
     def cancel(self) -> object: ...
 
 
-class Client:
+class Client(BaseClient):
     """Talks to a control plane; any number of threads may share one.
 
         with Client() as client:
@@ -48,8 +56,15 @@ class Client:
 
     `address` is host:port, unix:/path, or any gRPC target; `unix:~/path` is below the home folder
     (NoHomeFolder, a ValueError, where there is none). Without `credentials` the connection is
-    plain, which is meant for loopback. `timeout` in seconds holds for every call that names none.
-    Every method raises subclasses of TwinplaneError. `clock`, `sleep` and `jitter` are for tests.
+    plain, which is meant for loopback. `metadata` goes with every call, e.g. {"authorization":
+    "Bearer …"}; the mapping is read at each call, so a token in it can be renewed. `timeout` in
+    seconds holds for every call that names none.
+
+    Every method raises subclasses of TwinplaneError for what happens, and TypeError, naming the
+    argument, for a value of a wrong type. `clock`, `sleep` and `jitter` are for tests.
+
+    A process that was forked while it used gRPC should make a client of its own; one that has used
+    AsyncClient must not fork at all, since gRPC may hang in the child: spawn it.
     """
 
     def __init__(
@@ -57,27 +72,31 @@ class Client:
         address: str = DEFAULT_ADDRESS,
         *,
         credentials: TlsCredentials | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
         timeout: float | None = None,
         retry: RetryPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        self._timeout = timeout
-        self._retry = retry or RetryPolicy()
-        self._clock = clock
+        super().__init__(address, credentials, metadata, timeout, retry, clock, jitter)
         self._sleep = sleep
-        self._jitter = jitter or random.Random().random
-        address = expand_address(address)
+        target = self._endpoint.address
         self._channel = (
-            grpc.insecure_channel(address, OPTIONS)
+            grpc.insecure_channel(target, OPTIONS)
             if credentials is None
-            else grpc.secure_channel(address, channel_credentials(credentials), OPTIONS)
+            else grpc.secure_channel(target, channel_credentials(credentials), OPTIONS)
         )
         self._stub = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._check = self._channel.unary_unary(
+            health.CHECK,
+            request_serializer=health.serialize,
+            response_deserializer=health.parse,
+        )
 
     def close(self) -> None:
         """Closes the connection; generations that run are cancelled."""
+        self._failures.client_closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -101,23 +120,39 @@ class Client:
     ) -> Generation:
         """Starts a generation; iterate over it for its deltas, or ask it for its `result()`.
 
-        `prompt` is plain text, token ids taken as they are, or a conversation of Message. `timeout`
-        in seconds bounds the whole generation.
+        `prompt` is plain text, token ids taken as they are, or a conversation of Message, or of
+        mappings with a role and a content. `timeout` in seconds bounds the whole generation.
 
         Raises InvalidRequest and TypeError here for what no message can carry; what the server
-        refuses is raised when the generation is read.
+        refuses is raised when the generation is read. `partial` of an error has what came before.
         """
         request = generate_request(prompt, options)
 
         def open_stream(remaining: float | None) -> _Stream:
-            stream: _Stream = self._stub.Generate(request, timeout=remaining)
+            stream: _Stream = self._started(self._stub.Generate, request, remaining)
             return stream
 
-        return Generation(open_stream, self._attempts(timeout), self._sleep)
+        return Generation(open_stream, self._attempts(timeout), self._failures, self._sleep)
+
+    @with_options_documented
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout: float | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> GenerationResult:
+        """Waits for a whole generation, by one call and its one answer.
+
+        Takes what `generate` takes. A call that fails has no text: for a long generation, or to see
+        the text as it comes, use `generate`.
+        """
+        request = complete_request(prompt, options)
+        return completed(self._unary(self._stub.Complete, request, timeout))
 
     def tokenize(
         self,
-        text: str | Sequence[Message],
+        text: str | Conversation,
         *,
         model: str = "",
         add_special_tokens: bool = True,
@@ -154,9 +189,47 @@ class Client:
         response: pb.ListModelsResponse = self._unary(self._stub.ListModels, request, timeout)
         return served_models(response)
 
-    def _attempts(self, timeout: float | None) -> Attempts:
-        bound = self._timeout if timeout is None else timeout
-        return Attempts(self._retry, bound, self._clock, self._jitter)
+    def health(self, *, timeout: float | None = None) -> Health:
+        """Whether the server takes work now. It is asked once.
+
+        Raises Unavailable when no server answers, and WrongServer for one that is no control plane.
+        """
+        try:
+            attempts = self._attempts(timeout)
+            return health.health_of(
+                self._started(self._check, health.question(), attempts.remaining())
+            )
+        except grpc.RpcError as failure:
+            if failure.code() is grpc.StatusCode.NOT_FOUND:
+                raise self._failures.not_a_control_plane() from failure
+            raise self._failures.error_of(failure, attempts.timeout) from failure
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Returns once the server takes work, for which it need not run yet.
+
+        Raises DeadlineExceeded, with the last cause, when that takes longer than `timeout` seconds;
+        WrongServer at once. Without a timeout, here or of the client, it may wait for ever.
+        """
+        wait = health.ReadyWait(self._endpoint, self._attempts(timeout))
+        while True:
+            seen: TwinplaneError | None = None
+            try:
+                if self.health(timeout=wait.look_seconds()) is Health.SERVING:
+                    return
+            except (Unavailable, DeadlineExceeded) as error:
+                seen = error
+            self._sleep(wait.pause_after(seen))
+
+    def _started(
+        self, method: Callable[..., _Call], request: object, remaining: float | None
+    ) -> _Call:
+        """Starts a call. Raises ClientUnusable once the client is closed."""
+        self._require_open()
+        try:
+            return method(request, timeout=remaining, metadata=self._metadata())
+        except ValueError:  # another thread closed the channel just now
+            self._require_open()
+            raise
 
     def _unary(
         self,
@@ -167,9 +240,9 @@ class Client:
         attempts = self._attempts(timeout)
         while True:
             try:
-                return method(request, timeout=attempts.remaining())
+                return self._started(method, request, attempts.remaining())
             except grpc.RpcError as failure:
-                wait = wait_or_raise(attempts, failure)
+                wait = self._failures.wait_or_raise(attempts, failure)
             self._sleep(wait)
 
 
@@ -184,9 +257,10 @@ class Generation(BaseGeneration[_Stream]):
         self,
         open_stream: Callable[[float | None], _Stream],
         attempts: Attempts,
+        failures: Failures,
         sleep: Callable[[float], None],
     ) -> None:
-        super().__init__(open_stream, attempts)
+        super().__init__(open_stream, attempts, failures)
         self._sleep = sleep
 
     def __iter__(self) -> Iterator[Delta]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 from twinplane.paths import expand
 
@@ -22,7 +22,17 @@ class Message:
     content: str
 
 
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
+class MessageDict(TypedDict):
+    """A Message as a mapping."""
+
+    role: str
+    content: str
+
+
+Conversation: TypeAlias = Sequence[Message | MessageDict]
+"""The turns of a conversation, oldest first."""
+
+Prompt: TypeAlias = str | Sequence[int] | Conversation
 """Plain text, token ids taken as they are, or a conversation."""
 
 
@@ -77,6 +87,14 @@ class GenerationResult:
     arithmetic_changed: bool = False
 
 
+class Health(Enum):
+    """Whether a server takes work."""
+
+    SERVING = "serving"
+    NOT_SERVING = "not serving"
+    """It answers, and has no worker, loads a model, or shuts down."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
     """Which weights: the count of swaps, from 1, and the hex SHA-256 of their content."""
@@ -103,6 +121,15 @@ class TlsCredentials:
     root_certificates: bytes | None = None
     private_key: bytes | None = field(default=None, repr=False)
     certificate_chain: bytes | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("root_certificates", "private_key", "certificate_chain"):
+            content = getattr(self, name)
+            if not isinstance(content, bytes | None):
+                kind = type(content).__name__
+                raise TypeError(f"{name} must be bytes, not {kind}; from_files reads files")
+        if (self.private_key is None) is not (self.certificate_chain is None):
+            raise ValueError("private_key and certificate_chain go together")
 
     @classmethod
     def from_files(

@@ -16,6 +16,7 @@ from twinplane.grpc.health import HealthServicer, Readiness
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.listen import listen
 from twinplane.grpc.options import LEFT_PACKED, SERVER_OPTIONS, Connections, Option
+from twinplane.grpc.unknown_methods import UnknownMethods
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class GrpcServer:
         max_open_calls: int | None = None,
     ) -> None:
         self._socket: Path | None = None
+        names = [service.name for service in services]
         self._server = grpc.aio.server(
-            interceptors=[interceptor],
+            interceptors=[UnknownMethods(names), interceptor],
             options=(*SERVER_OPTIONS, LEFT_PACKED, *connections.options(), *options),
             maximum_concurrent_rpcs=max_open_calls,
         )
-        names = [service.name for service in services]
         for service in services:
             service.add_to_server(service.servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(readiness, names), self._server)

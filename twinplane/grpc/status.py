@@ -2,12 +2,14 @@
 
 A status travels as the call's code and message, and once more with its details in a trailer. Every
 status of a Twinplane service has an ErrorInfo with the domain "twinplane" and a reason of
-twinplane.common.v1.ErrorReason.
+twinplane.common.v1.ErrorReason. RetryInfo's delay has a trailer of its own beside it, which gRPC's
+clients obey by themselves once they are told to retry.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,6 +24,7 @@ from twinplane.common.v1.errors_pb2 import (
     ERROR_REASON_INTERNAL,
     ERROR_REASON_MALFORMED_MESSAGE,
     ERROR_REASON_MESSAGE_TOO_LARGE,
+    ERROR_REASON_METHOD_NOT_FOUND,
     ErrorReason,
 )
 from twinplane.errors import Violation
@@ -30,7 +33,9 @@ from twinplane.grpc.messages import MalformedMessage, MessageError, MessageTooLa
 ERROR_DOMAIN = "twinplane"
 
 _DETAILS_KEY = "grpc-status-details-bin"
+_PUSHBACK_KEY = "grpc-retry-pushback-ms"
 _REASON_PREFIX = "ERROR_REASON_"
+_MAX_QUOTED_CHARACTERS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,17 @@ def deadline_status() -> Status:
     )
 
 
+def no_method_status(method: str, services: Sequence[str]) -> Status:
+    """The status for a call of an RPC that the server lacks. `services` are those that it has."""
+    name = method[:_MAX_QUOTED_CHARACTERS]
+    return Status(
+        grpc.StatusCode.UNIMPLEMENTED,
+        reason_name(ERROR_REASON_METHOD_NOT_FOUND),
+        f"this server has no RPC {name}; it serves {', '.join(services)}",
+        metadata={"services": ",".join(services)},
+    )
+
+
 async def abort(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> NoReturn:
     """Ends the call with the status. Raises what ends a call in grpc.aio."""
     if status.violations or status.metadata:
@@ -129,7 +145,12 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], status: Status) -> 
         details = _plain_details(
             status.code, status.reason, status.message, status.retry_after, status.quota
         )
-    await context.abort(status.code, status.message, ((_DETAILS_KEY, details),))
+    trailers: tuple[tuple[str, str | bytes], ...] = ((_DETAILS_KEY, details),)
+    if status.retry_after is not None:
+        # Some clients take 0 for no word from the server, and back off by themselves.
+        pushback_ms = max(1, math.ceil(status.retry_after * 1e3))
+        trailers += ((_PUSHBACK_KEY, str(pushback_ms)),)
+    await context.abort(status.code, status.message, trailers)
 
 
 @lru_cache(maxsize=64)

@@ -30,7 +30,7 @@ Settings = TypeVar("Settings", bound="DataclassInstance")
 
 _PREFIX = "TWINPLANE_"
 # The package itself reads these; they are not settings of a plane.
-_OTHER_VARIABLES = frozenset({"TWINPLANE_HOME", "TWINPLANE_CONFIG"})
+_OTHER_VARIABLES = frozenset({"TWINPLANE_HOME", "TWINPLANE_CONFIG", "TWINPLANE_ADDRESS"})
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 

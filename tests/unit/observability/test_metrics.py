@@ -68,7 +68,7 @@ def test_every_rpc_and_every_way_it_ends_is_there_before_the_first() -> None:
         for code in CODES:
             assert found["twinplane_rpcs_total", (("code", code), ("method", method))] == 0.0
     assert {method.rpartition("/")[2] for method in INFERENCE_METHODS} == {
-        "Generate", "Tokenize", "Detokenize", "ListModels",
+        "Generate", "Complete", "Tokenize", "Detokenize", "ListModels",
     }  # fmt: skip
 
 

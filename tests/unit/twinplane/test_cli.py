@@ -79,7 +79,7 @@ def test_errors_say_what_to_do_in_one_line() -> None:
     assert one_line(draining) == "the server is draining"
     assert "try again in 2.5 s" in one_line(Overloaded("full", retry_after=2.5))
     invalid = InvalidRequest("bad", violations=(Violation("sampling.top_p", "is 2"),))
-    assert one_line(invalid) == "sampling.top_p: is 2"
+    assert one_line(invalid) == "sampling.top_p (--top-p): is 2"
 
 
 # generate.

@@ -46,10 +46,10 @@ NO_RETRY = {"retry": RetryPolicy(max_attempts=1)}
         (grpc.StatusCode.CANCELLED, twinplane.Cancelled),
         (grpc.StatusCode.INTERNAL, twinplane.InternalError),
         (grpc.StatusCode.UNKNOWN, twinplane.InternalError),
-        (grpc.StatusCode.UNIMPLEMENTED, twinplane.InternalError),
+        (grpc.StatusCode.UNIMPLEMENTED, twinplane.WrongServer),
     ],
 )
-@pytest.mark.parametrize("method", ["generate", "tokenize"])
+@pytest.mark.parametrize("method", ["generate", "complete", "tokenize"])
 def test_each_code_has_its_error(
     call: Call,
     service: ScriptedInference,
