@@ -16,6 +16,7 @@ import grpc
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
+from control_plane.rpc.request_log import begin_generation
 from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
     MAX_REQUEST_ID_CHARACTERS,
@@ -40,7 +41,7 @@ from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
-from twinplane.grpc.interceptors import REQUEST_ID, leave_door, require_time
+from twinplane.grpc.interceptors import REQUEST_ID, deadline_passed, leave_door, require_time
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _MAX_DELTA_CHARACTERS = 2**18
@@ -99,7 +100,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await _send(context, stream)
         finally:
             if not stream.ended:
-                self._engine.finish(request_id, FinishReason.CANCELLED)
+                passed = deadline_passed(context)
+                self._engine.finish(
+                    request_id, FinishReason.DEADLINE if passed else FinishReason.CANCELLED
+                )
 
     async def _submit(
         self, request: inference_pb2.GenerateRequest, context: GenerateContext
@@ -108,10 +112,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival = self._clock()
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
+        told = begin_generation()
         model = check_model(request.model, self._engine.served_model())
+        told.model = model.name
         call = check_generate(request, model)
         del request
         token_ids = await self._encode(call.prompt)
+        told.prompt_token_count = len(token_ids)
         max_tokens = check_prompt(call.prompt, token_ids, call.stop, model)
         ends = self._text.ends(
             chat=isinstance(call.prompt, ChatPrompt), ignored=call.stop.ignore_end_of_sequence
@@ -125,6 +132,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         require_time(context)
         leave_door()
         self._engine.submit(core_request, stream)
+        told.stream = stream
         return request_id, _started(core_request, model), stream
 
     async def Tokenize(  # noqa: N802
@@ -261,7 +269,7 @@ def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generati
             reason = inference_pb2.FINISH_REASON_LENGTH
         case FinishReason.FAULT:
             raise RowFailed(finish.detail or "the worker could not compute the next token")
-        case FinishReason.CANCELLED:
+        case FinishReason.CANCELLED | FinishReason.DEADLINE:
             raise GenerationCancelled
         case _:
             assert_never(finish.reason)
