@@ -18,10 +18,10 @@ from pathlib import Path
 
 from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
-from control_plane.observability.metrics_server import MetricsServer
 from control_plane.rpc.door import EngineDoor
-from control_plane.rpc.errors import CODES, status_of
+from control_plane.rpc.errors import CODES, REASONS, status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
+from control_plane.rpc.request_log import RequestLog
 from control_plane.rpc.server import (
     INFERENCE_METHODS,
     MAX_REQUEST_BYTES,
@@ -40,8 +40,9 @@ from control_plane.text.template_pool import TemplatePool
 from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
-from twinplane.grpc.interceptors import StatusInterceptor
+from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
 from twinplane.grpc.listen import CannotListen
+from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError, resolve
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
@@ -83,6 +84,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         __version__,
         methods=INFERENCE_METHODS,
         codes=CODES,
+        reasons=REASONS,
         dropped_log_records=dropped_record_count,
     )
     readiness = SettableReadiness()
@@ -94,7 +96,14 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
         if ready and (model := fleet.served_model()) is not None:
             vocabulary.meet(model.vocabulary_size)
 
+    request_log = RequestLog()
+
+    def on_call(end: CallEnd) -> None:
+        telemetry.rpc_finished(end.method, end.code, end.reason, end.seconds)
+        request_log.call_ended(end)
+
     async with AsyncExitStack() as stack:
+        stack.callback(request_log.close)
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
         fleet = Fleet(
             [GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
@@ -120,7 +129,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             readiness,
             StatusInterceptor(
                 status_of,
-                telemetry.rpc_finished,
+                on_call,
                 lambda: secrets.token_hex(8),
                 max_message_bytes=MAX_REQUEST_BYTES,
                 door=EngineDoor(fleet),
@@ -195,10 +204,8 @@ async def _start_metrics(
     server = MetricsServer(telemetry.render, lambda: fleet.ready)
     try:
         port = await server.start(config.metrics_host, config.metrics_port)
-    except (OSError, UnicodeError) as error:
-        where = f"{config.metrics_host}:{config.metrics_port}"
-        reason = getattr(error, "strerror", None) or error
-        raise CannotListen(f"can't serve metrics on {where}: {reason}") from error
+    except CannotServeMetrics as error:
+        raise CannotListen(str(error)) from error
     stack.push_async_callback(server.close)
     return port
 

@@ -9,22 +9,28 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
+from twinplane import __version__
 from twinplane.grpc.listen import CannotListen
+from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.exit import exit_by
-from twinplane.process.logs import fields
+from twinplane.process.logs import dropped_record_count, fields
 from twinplane.process.stop_signals import StopSignals
 from twinplane.settings.worker import WorkerConfig
+from worker_service.domain.capability import MemoryPool
+from worker_service.domain.errors import WorkerError
 from worker_service.facade import WorkerFacade
 from worker_service.lifecycle import Lifecycle, LifecycleState
 from worker_service.load_errors import LoadError
 from worker_service.rpc.server import WorkerServer
 from worker_service.runner.interface import Runner
 from worker_service.startup import StartupError, start_runner
+from worker_service.telemetry import WorkerTelemetry
 
 _STOP_GRACE_SECONDS = 2.0
 _PROGRESS_SECONDS = 1.0
@@ -67,24 +73,48 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
     The server answers at once; loading goes on behind it. Returns 0 after a drain, 1 when the
     worker could not listen, could not load, or broke.
     """
-    facade = WorkerFacade(build, worker_id=_worker_id(config), incarnation_id=uuid.uuid4().hex)
+    telemetry = WorkerTelemetry(__version__, lambda: facade.lifecycle.state, dropped_record_count)
+    facade = WorkerFacade(
+        build,
+        worker_id=_worker_id(config),
+        incarnation_id=uuid.uuid4().hex,
+        metrics=telemetry,
+    )
     server = WorkerServer(facade)
-    try:
-        address = await server.start(config.host, config.port, _socket_path(config))
-    except CannotListen as error:
-        _logger.error("cannot listen", extra=fields(reason=str(error)))
-        await facade.close()
-        return 1
-    _logger.info("listening", extra=fields(address=address))
-    loading = asyncio.create_task(_load(facade))
-    try:
-        await _first_of(stop, facade.lifecycle)
-        await _drain(facade, server, loading, config.drain_seconds)
-    finally:
-        loading.cancel()
-        await asyncio.wait((loading,))
-        await server.stop(_STOP_GRACE_SECONDS)
+    async with AsyncExitStack() as stack:
+        try:
+            metrics_port = await _start_metrics(config, telemetry, facade, stack)
+            address = await server.start(config.host, config.port, _socket_path(config))
+        except (CannotListen, CannotServeMetrics) as error:
+            _logger.error("cannot listen", extra=fields(reason=str(error)))
+            await facade.close()
+            return 1
+        _logger.info("listening", extra=fields(address=address, metrics_port=metrics_port))
+        loading = asyncio.create_task(_load(facade))
+        try:
+            await _first_of(stop, facade.lifecycle)
+            await _drain(facade, server, loading, config.drain_seconds)
+        finally:
+            loading.cancel()
+            await asyncio.wait((loading,))
+            await server.stop(_STOP_GRACE_SECONDS)
     return 1 if facade.lifecycle.state is LifecycleState.BROKEN else 0
+
+
+async def _start_metrics(
+    config: WorkerConfig, telemetry: WorkerTelemetry, facade: WorkerFacade, stack: AsyncExitStack
+) -> int | None:
+    """Serves metrics and probes until the stack ends. Raises CannotServeMetrics."""
+    if config.metrics_port is None:
+        return None
+    server = MetricsServer(
+        telemetry.render,
+        lambda: facade.lifecycle.is_ready,
+        lambda: telemetry.refresh(facade.memory_pool),
+    )
+    port = await server.start(config.metrics_host, config.metrics_port)
+    stack.push_async_callback(server.close)
+    return port
 
 
 async def _load(facade: WorkerFacade) -> None:
@@ -95,8 +125,9 @@ async def _load(facade: WorkerFacade) -> None:
     except Exception:  # bad model files can raise anything: the worker says why, and ends
         _logger.exception("cannot load")
     else:
-        if facade.lifecycle.state is LifecycleState.ACTIVE:
-            _log_ready(facade)
+        with suppress(WorkerError):  # it was told to end meanwhile
+            if facade.lifecycle.state is LifecycleState.ACTIVE:
+                _log_ready(facade, await facade.memory_pool())
 
 
 async def _first_of(stop: asyncio.Event, lifecycle: Lifecycle) -> None:
@@ -165,9 +196,10 @@ class _ProgressLog:
             _logger.info("loading", extra=fields(doing=doing))
 
 
-def _log_ready(facade: WorkerFacade) -> None:
+def _log_ready(facade: WorkerFacade, pool: MemoryPool) -> None:
+    """Says what is served, what it takes of the device's memory, and how much that holds."""
     info = facade.worker_info()
-    capability = info.capability
+    capability, limits = info.capability, info.capability.limits
     _logger.info(
         "ready",
         extra=fields(
@@ -178,7 +210,16 @@ def _log_ready(facade: WorkerFacade) -> None:
             executor=capability.executor,
             attention_backend=capability.attention_backend,
             weight_version=capability.weight_version.digest[:12],
-            max_sequence_count=capability.limits.max_sequence_count,
-            max_sequence_token_count=capability.limits.max_sequence_token_count,
+            max_sequence_count=limits.max_sequence_count,
+            max_sequence_token_count=limits.max_sequence_token_count,
+            kv_token_count=pool.token_count,
+            kv_bytes_per_token=pool.bytes_per_block // pool.block_token_count,
+            full_length_sequence_count=min(
+                pool.sequences_of(limits.max_sequence_token_count), limits.max_sequence_count
+            ),
+            weights_bytes=pool.weights_bytes,
+            kv_bytes=pool.kv_bytes,
+            workspace_bytes=pool.workspace_bytes,
+            free_bytes=pool.free_bytes,
         ),
     )

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from twinplane.bounds import MAX_EPOCH
 from twinplane.process.logs import fields
@@ -58,6 +58,18 @@ class Pipeline:
     ended: bool = False
 
 
+class StepMetrics(Protocol):
+    """Who counts a worker's steps. Told on the event loop; never raises."""
+
+    def step_finished(self, plan: StepPlan | SamplePlan, result: StepResult) -> None:
+        """A step was executed."""
+        ...
+
+    def step_failed(self) -> None:
+        """A step was refused, or the device failed on it."""
+        ...
+
+
 @dataclass(slots=True, eq=False)
 class _Loaded:
     """What exists once the runner is built. `room` bounds how much work waits for the device."""
@@ -80,6 +92,7 @@ class WorkerFacade:
     """One worker. Made and used on one event loop.
 
     `build` makes the runner; it is called on the device thread, by `load`. `clock` gives seconds.
+    `metrics` is told of each step.
     Until the runner is built, and from `drain` on, every method but `close` raises
     WorkerUnavailable.
     """
@@ -91,12 +104,14 @@ class WorkerFacade:
         worker_id: str,
         incarnation_id: str,
         clock: Callable[[], float] = time.monotonic,
+        metrics: StepMetrics | None = None,
     ) -> None:
         self.lifecycle = Lifecycle()
         self._build = build
         self._worker_id = worker_id
         self._incarnation_id = incarnation_id
         self._clock = clock
+        self._metrics = metrics
         self._device = DeviceThread()
         self._loaded: _Loaded | None = None
         self._claimed_epoch = 0
@@ -235,7 +250,10 @@ class WorkerFacade:
         except WorkerError:
             pipeline.ended = True
             raise
-        return self._device.start_pending(work, finished=lambda: self._settle(loaded))
+        future = self._device.start_pending(work, finished=lambda: self._settle(loaded))
+        if (metrics := self._metrics) is not None:
+            future.add_done_callback(lambda done: _count(metrics, plan, done))
+        return future
 
     async def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
         loaded = await self._acquire_room()
@@ -263,6 +281,17 @@ class WorkerFacade:
             state = LifecycleState.ACTIVE
         if self.lifecycle.can_move(state):
             self.lifecycle.move(state)
+
+
+def _count(
+    metrics: StepMetrics, plan: StepPlan | SamplePlan, done: asyncio.Future[StepResult]
+) -> None:
+    if done.cancelled():
+        return  # it still runs, and nobody waits for what comes of it
+    if done.exception() is None:
+        metrics.step_finished(plan, done.result())
+    else:
+        metrics.step_failed()
 
 
 def _require_open(ended: bool) -> None:

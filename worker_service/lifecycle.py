@@ -50,6 +50,11 @@ class Lifecycle:
     def state(self) -> LifecycleState:
         return self._state
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether the worker is loaded and not stopping. A FAILED one is: a new claim heals it."""
+        return self._state in (LifecycleState.ACTIVE, LifecycleState.FAILED)
+
     def move(self, state: LifecycleState) -> None:
         """Changes the state. An impossible change is a bug of ours."""
         assert state in _NEXT[self._state], f"{self._state.name} -> {state.name}"

@@ -16,6 +16,8 @@ class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    """Its client's deadline passed."""
     FAULT = "fault"
 
 
@@ -33,6 +35,7 @@ class Finish:
     """The end of a sequence. `stop_token_id` is set when one of its own stop tokens ended it.
 
     `arithmetic_changed`: it went on with a worker that rounds otherwise than the one before.
+    `started_at`: when it was first scheduled, on the clock of `Request.arrival`; None: never.
     """
 
     reason: FinishReason
@@ -40,6 +43,7 @@ class Finish:
     stop_token_id: int | None = None
     detail: str = ""
     arithmetic_changed: bool = False
+    started_at: float | None = None
 
 
 @dataclass(slots=True)

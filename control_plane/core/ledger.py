@@ -211,7 +211,14 @@ class Ledger:
             cached_prompt_tokens=sequence.cached_prompt_count or 0,
             completion_tokens=sequence.completion_count,
         )
-        return Finish(reason, usage, stop_token_id, detail, sequence.arithmetic_changed)
+        return Finish(
+            reason,
+            usage,
+            stop_token_id,
+            detail,
+            sequence.arithmetic_changed,
+            sequence.started_at,
+        )
 
     def lose_worker(self, *, keep_kv: bool) -> None:
         """Rows and steps in flight are gone; the token logs are what is left.

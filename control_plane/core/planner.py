@@ -268,6 +268,8 @@ class _Planner:
         ledger = self.ledger
         index = len(ledger.running)
         ledger.start(sequence, hits)
+        if sequence.started_at is None:
+            sequence.started_at = now
         ledger.admission.note_start(now)
         self.added_token_count += len(sequence.token_ids)
         self.added.append(

@@ -94,6 +94,8 @@ class Sequence:
     """A worker that rounds otherwise went on with it, behind tokens of another."""
     cached_prompt_count: int | None = None
     """Prompt tokens found in the prefix cache when first scheduled; None before."""
+    started_at: float | None = None
+    """When it was first scheduled; None before."""
 
     @property
     def completion_count(self) -> int:

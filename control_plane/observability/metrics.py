@@ -9,29 +9,36 @@ of control_plane.shell.ports. A metric of one replica has the label `replica`, t
 from __future__ import annotations
 
 import dataclasses
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
+from control_plane.core.account import Account
 from control_plane.core.events import FinishReason, Stats
+from twinplane.metrics.families import (
+    REQUEST_SECONDS,
+    STEP_SECONDS,
+    TOKEN_COUNTS,
+    Histogram,
+    counter,
+    gauge,
+    histogram,
+    new_registry,
+    process_families,
+)
 
-CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-
-_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-_CONTROL_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
-_FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_INTER_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_CONTROL_SECONDS = (
+    *(0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1),
+    *(0.25, 0.5, 1.0),
+)
+_INTER_TOKEN_SECONDS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0),
+    *(10.0, 30.0),
+)
+_WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 _NOTHING = Stats(
@@ -40,27 +47,6 @@ _NOTHING = Stats(
 )
 """What a replica has done before its first worker."""
 _NO_WORKER = {"worker_id": "", "model": "", "device": ""}
-
-
-class Histogram:
-    """Counts values into fixed buckets: `bounds` are inclusive upper ends, ascending."""
-
-    __slots__ = ("_bounds", "_counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = tuple(bounds)
-        self._counts = [0] * (len(self._bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        """Counts `value`, `count` times."""
-        self._counts[bisect_left(self._bounds, value)] += count
-        self.total += value * count
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper end, values up to it) per bucket, the last being +Inf."""
-        ends = [*map(str, self._bounds), "+Inf"]
-        return [(end, float(n)) for end, n in zip(ends, accumulate(self._counts), strict=True)]
 
 
 class ReplicaTelemetry:
@@ -73,7 +59,8 @@ class ReplicaTelemetry:
         self.loss_count = 0
         self.resync_counts = {"kept": 0, "discarded": 0}
         """Claims that took up earlier work, by whether the KV was kept or discarded."""
-        self.step = Histogram(_STEP_SECONDS)
+        self.step = Histogram(STEP_SECONDS)
+        self.step_tokens = Histogram(TOKEN_COUNTS)
         self.control = Histogram(_CONTROL_SECONDS)
 
     def worker_attached(
@@ -92,6 +79,10 @@ class ReplicaTelemetry:
         self.loss_count += self.worker is not None
         self.worker = None
 
+    def step_planned(self, token_count: int) -> None:
+        """A step is to compute so many tokens."""
+        self.step_tokens.observe(token_count)
+
     def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
         """A step is over.
 
@@ -107,7 +98,8 @@ class Telemetry(Collector):
 
     Every series that can be known is there from the first scrape, so that a rate over it has a
     start: that of each replica, with a worker or without, and that of each of `methods` with each
-    of `codes`, which are the RPCs and how they usually end.
+    of `codes`, which are the RPCs and how they usually end, and each of `reasons`, which are those
+    that their errors give.
     """
 
     def __init__(
@@ -116,6 +108,7 @@ class Telemetry(Collector):
         *,
         methods: Sequence[str] = (),
         codes: Sequence[str] = (),
+        reasons: Sequence[str] = (),
         dropped_log_records: Callable[[], int] = lambda: 0,
     ) -> None:
         self._version = version
@@ -124,12 +117,15 @@ class Telemetry(Collector):
         self._rpcs: Counter[tuple[str, str]] = Counter(
             {(method, code): 0 for method in methods for code in codes}
         )
-        self._first_token = Histogram(_FIRST_TOKEN_SECONDS)
+        self._rpc_errors: Counter[str] = Counter(dict.fromkeys(reasons, 0))
+        self._rpc_seconds = {method: Histogram(REQUEST_SECONDS) for method in methods}
+        self._first_token = Histogram(REQUEST_SECONDS)
         self._inter_token = Histogram(_INTER_TOKEN_SECONDS)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
+        self._queue = Histogram(REQUEST_SECONDS)
+        self._request = Histogram(REQUEST_SECONDS)
+        self._prompt = Histogram(TOKEN_COUNTS)
+        self._output = Histogram(TOKEN_COUNTS)
+        self._registry = new_registry(self)
 
     def render(self) -> bytes:
         """Everything, as text format 0.0.4."""
@@ -155,39 +151,57 @@ class Telemetry(Collector):
         """`count` tokens came `seconds` after the token before them."""
         self._inter_token.observe(seconds, count)
 
-    def rpc_finished(self, method: str, code: str) -> None:
-        """An RPC ended with a status code. `method` must be one that is served."""
+    def sequence_ended(self, account: Account) -> None:
+        """A sequence has ended, however."""
+        self._queue.observe(account.queue_seconds)
+        self._prompt.observe(account.usage.prompt_tokens)
+        self._output.observe(account.usage.completion_tokens)
+        if account.reason in _WHOLE:
+            self._request.observe(account.seconds)
+
+    def rpc_finished(self, method: str, code: str, reason: str, seconds: float) -> None:
+        """An RPC ended with a status code after `seconds`. `reason` is its error's, if it had one.
+
+        `method` must be one that is served.
+        """
         self._rpcs[method, code] += 1
+        if reason:
+            self._rpc_errors[reason] += 1
+        if method not in self._rpc_seconds:
+            self._rpc_seconds[method] = Histogram(REQUEST_SECONDS)
+        self._rpc_seconds[method].observe(seconds)
 
     # --- how they read ------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
         """The families of one scrape."""
         yield from _collect_cores(self.replicas)
-        build = GaugeMetricFamily("twinplane_build_info", "This build.", labels=("version",))
-        build.add_metric((self._version,), 1)
-        yield build
-        dropped = CounterMetricFamily(
-            "twinplane_log_records_dropped", "Log records that could not be written."
-        )
-        dropped.add_metric((), self._dropped_log_records())
-        yield dropped
+        yield from process_families(self._version, self._dropped_log_records())
         yield from _collect_workers(self.replicas)
-        rpcs = CounterMetricFamily(
-            "twinplane_rpcs", "RPCs by method and status code.", labels=("method", "code")
-        )
+        yield from self._collect_rpcs()
+        for name, help_text, one in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", self._first_token),
+            ("inter_token_latency_seconds", "Between tokens of one request.", self._inter_token),
+            ("request_queue_seconds", "From arrival to the first step, or the end.", self._queue),
+            ("request_duration_seconds", "From arrival to the end of an answer.", self._request),
+            ("request_prompt_tokens", "Prompt tokens of a request that ended.", self._prompt),
+            ("request_output_tokens", "Output tokens of a request that ended.", self._output),
+        ):
+            yield histogram(name, help_text, {(): one})
+
+    def _collect_rpcs(self) -> Iterator[Metric]:
+        rpcs = counter("rpcs", "RPCs by method and status code.", "method", "code")
         for (method, code), count in self._rpcs.items():
             rpcs.add_metric((method, code), count)
-        yield rpcs
-        yield _histogram(
-            "time_to_first_token_seconds",
-            "From arrival to the first token.",
-            {(): self._first_token},
-        )
-        yield _histogram(
-            "inter_token_latency_seconds",
-            "Between tokens of one request.",
-            {(): self._inter_token},
+        errors = counter("rpc_errors", "Refusals and failures by the error's reason.", "reason")
+        for reason, count in self._rpc_errors.items():
+            errors.add_metric((reason,), count)
+        yield from (rpcs, errors)
+        yield histogram(
+            "rpc_duration_seconds",
+            "From an RPC's arrival to its end.",
+            {(method,): one for method, one in self._rpc_seconds.items()},
+            "method",
         )
 
 
@@ -207,13 +221,19 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
         for kv, count in replica.resync_counts.items():
             resyncs.add_metric((number, kv), count)
     yield from (up, info, losses, resyncs)
-    yield _histogram(
+    yield histogram(
         "step_duration_seconds",
         "Execution of a step, as its worker reports it.",
         {(number,): replica.step for number, replica in replicas.items()},
         "replica",
     )
-    yield _histogram(
+    yield histogram(
+        "step_tokens",
+        "Tokens that a step computes.",
+        {(number,): replica.step_tokens for number, replica in replicas.items()},
+        "replica",
+    )
+    yield histogram(
         "step_control_seconds",
         "Control plane work of one step.",
         {(number,): replica.control for number, replica in replicas.items()},
@@ -252,19 +272,9 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
 
 def _gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:
     """A gauge per replica."""
-    return GaugeMetricFamily(f"twinplane_{name}", help_text, labels=("replica", *labels))
+    return gauge(name, help_text, "replica", *labels)
 
 
 def _counter(name: str, help_text: str, *labels: str) -> CounterMetricFamily:
     """A counter per replica."""
-    return CounterMetricFamily(f"twinplane_{name}", help_text, labels=("replica", *labels))
-
-
-def _histogram(
-    name: str, help_text: str, histograms: Mapping[tuple[str, ...], Histogram], *labels: str
-) -> Metric:
-    """One family. `histograms` maps the values of `labels` to a histogram each."""
-    family = HistogramMetricFamily(f"twinplane_{name}", help_text, labels=labels)
-    for values, histogram in histograms.items():
-        family.add_metric(values, buckets=histogram.cumulative(), sum_value=histogram.total)
-    return family
+    return counter(name, help_text, "replica", *labels)

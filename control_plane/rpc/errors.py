@@ -42,6 +42,30 @@ CODES: tuple[str, ...] = (
 )
 """How the clients' RPCs end: by this table, well, by a bug of ours, or by their client."""
 
+REASONS: tuple[str, ...] = tuple(
+    reason_name(reason)
+    for reason in (
+        reasons.ERROR_REASON_INVALID_FIELD,
+        reasons.ERROR_REASON_REQUEST_TOO_LONG,
+        reasons.ERROR_REASON_TEMPLATE_FAILED,
+        reasons.ERROR_REASON_NO_CHAT_TEMPLATE,
+        reasons.ERROR_REASON_MODEL_NOT_FOUND,
+        reasons.ERROR_REASON_DUPLICATE_REQUEST,
+        reasons.ERROR_REASON_QUEUE_FULL,
+        reasons.ERROR_REASON_TEXT_QUEUE_FULL,
+        reasons.ERROR_REASON_NO_WORKER,
+        reasons.ERROR_REASON_DRAINING,
+        reasons.ERROR_REASON_REQUEST_CANCELLED,
+        reasons.ERROR_REASON_VOCABULARY_MISMATCH,
+        reasons.ERROR_REASON_ROW_FAULT,
+        reasons.ERROR_REASON_INTERNAL,
+        reasons.ERROR_REASON_MALFORMED_MESSAGE,
+        reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
+        reasons.ERROR_REASON_DEADLINE_PASSED,
+    )
+)
+"""What the errors of the clients' RPCs give as their reason."""
+
 _WORKER_RETRY_SECONDS = 1.0
 _TEXT_RETRY_SECONDS = 1.0
 _MAX_QUOTED_CHARACTERS = 128

@@ -16,6 +16,7 @@ import grpc
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
+from control_plane.rpc.request_log import begin_generation
 from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
     MAX_REQUEST_ID_CHARACTERS,
@@ -41,7 +42,7 @@ from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
 from twinplane.errors import Violation
-from twinplane.grpc.interceptors import REQUEST_ID, leave_door, require_time
+from twinplane.grpc.interceptors import REQUEST_ID, deadline_passed, leave_door, require_time
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 _MAX_DELTA_CHARACTERS = 2**18
@@ -96,7 +97,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             await context.write(inference_pb2.GenerateResponse(started=started))
             await _send(context, stream)
         finally:
-            self._leave(started, stream)
+            self._leave(started, stream, context)
 
     async def Complete(  # noqa: N802
         self,
@@ -112,7 +113,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         try:
             return await _whole(started, stream)
         finally:
-            self._leave(started, stream)
+            self._leave(started, stream, context)
 
     def _note_generating(self) -> None:
         """The current task is a call that `finished` waits for."""
@@ -121,10 +122,17 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._generating.add(call)
         call.add_done_callback(self._generating.discard)
 
-    def _leave(self, started: inference_pb2.GenerationStarted, stream: TokenStream) -> None:
+    def _leave(
+        self,
+        started: inference_pb2.GenerationStarted,
+        stream: TokenStream,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> None:
         """The call of this generation is over, whether the generation is or not."""
-        if not stream.ended:
-            self._engine.finish(RequestId(started.request_id), FinishReason.CANCELLED)
+        if stream.ended:
+            return
+        reason = FinishReason.DEADLINE if deadline_passed(context) else FinishReason.CANCELLED
+        self._engine.finish(RequestId(started.request_id), reason)
 
     async def _submit(
         self, request: GenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -133,10 +141,13 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         arrival = self._clock()
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
+        told = begin_generation()
         model = check_model(request.model, self._engine.served_model())
+        told.model = model.name
         call = check_generate(request, model)
         del request
         token_ids = await self._encode(call.prompt)
+        told.prompt_token_count = len(token_ids)
         max_tokens = check_prompt(call.prompt, token_ids, call.stop, model)
         ends = self._text.ends(
             chat=isinstance(call.prompt, ChatPrompt), ignored=call.stop.ignore_end_of_sequence
@@ -150,6 +161,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         require_time(context)
         leave_door()
         self._engine.submit(core_request, stream)
+        told.stream = stream
         return _started(core_request, model), stream
 
     async def Tokenize(  # noqa: N802
@@ -314,7 +326,7 @@ def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generati
             reason = inference_pb2.FINISH_REASON_LENGTH
         case FinishReason.FAULT:
             raise RowFailed(finish.detail or "the worker could not compute the next token")
-        case FinishReason.CANCELLED:
+        case FinishReason.CANCELLED | FinishReason.DEADLINE:
             raise GenerationCancelled
         case _:
             assert_never(finish.reason)

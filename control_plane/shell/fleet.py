@@ -14,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
+from control_plane.core.account import Account
 from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
-from control_plane.core.events import FinishReason, SequenceOutput
+from control_plane.core.events import Finish, FinishReason, SequenceOutput
 from control_plane.core.placement import Load, order
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.core.tokens import Tokens
@@ -49,7 +50,20 @@ class _Sequence:
     replica: Replica
     stream: TokenStream
     arrival: float
+    first_token_at: float | None = None
     last_token_at: float | None = None
+
+    def account(self, finish: Finish, now: float) -> Account:
+        """What it has cost. It ended at `now`."""
+        started_at = now if finish.started_at is None else finish.started_at
+        first_at = self.first_token_at
+        return Account(
+            reason=finish.reason,
+            usage=finish.usage,
+            queue_seconds=started_at - self.arrival,
+            first_token_seconds=None if first_at is None else first_at - self.arrival,
+            seconds=now - self.arrival,
+        )
 
 
 class Fleet:
@@ -72,6 +86,7 @@ class Fleet:
         served_model_name: str | None = None,
     ) -> None:
         assert workers, "a fleet without workers"
+        self._clock = clock
         self._metrics = metrics
         self._on_readiness = on_readiness
         self._served_model_name = served_model_name
@@ -146,7 +161,7 @@ class Fleet:
             sequence = self._sequences[sequence_id]
             finish = sequence.replica.finish(sequence_id, reason)
             sequence.stream.push(Tokens([]), finish)
-            self._forget(sequence_id)
+            self._forget(sequence_id, finish, self._clock())
         return bool(sequence_ids)
 
     @property
@@ -205,13 +220,14 @@ class Fleet:
             if token_count:
                 last = sequence.last_token_at
                 if last is None:
+                    sequence.first_token_at = now
                     self._metrics.first_token(now - sequence.arrival)
                 else:
                     self._metrics.token_gap((now - last) / token_count, token_count)
                 sequence.last_token_at = now
             sequence.stream.push(tokens, output.finish)
             if output.finish is not None:
-                self._forget(output.sequence_id)
+                self._forget(output.sequence_id, output.finish, now)
 
     def fail(
         self,
@@ -260,8 +276,8 @@ class Fleet:
         for sequence_id in sequence_ids:
             sequence = self._sequences[sequence_id]
             sequence.stream.fail(kind(message))
-            sequence.replica.finish(sequence_id, FinishReason.FAULT)
-            self._forget(sequence_id)
+            finish = sequence.replica.finish(sequence_id, FinishReason.FAULT)
+            self._forget(sequence_id, finish, self._clock())
 
     def _fail_without_worker(self) -> None:
         """Fails, in a drain, what waits for a worker that is lost."""
@@ -274,12 +290,15 @@ class Fleet:
             _logger.warning("requests have no worker", extra=fields(request_count=len(failing)))
             self._fail(failing, EngineDraining, "the server shuts down and has no worker")
 
-    def _forget(self, sequence_id: SequenceId) -> None:
-        request_id = self._sequences.pop(sequence_id).request_id
-        siblings = self._requests[request_id]
+    def _forget(self, sequence_id: SequenceId, finish: Finish, now: float) -> None:
+        """A sequence is over: says what it has cost, to its stream and to the metrics."""
+        sequence = self._sequences.pop(sequence_id)
+        sequence.stream.account = account = sequence.account(finish, now)
+        self._metrics.sequence_ended(account)
+        siblings = self._requests[sequence.request_id]
         siblings.remove(sequence_id)
         if not siblings:
-            del self._requests[request_id]
+            del self._requests[sequence.request_id]
         if not self._requests:
             self._empty.set()
 

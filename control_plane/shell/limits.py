@@ -70,6 +70,31 @@ def _smallest_limits(
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What a worker can hold at once, for people: `full_length_sequence_count` sequences of
+    `max_sequence_token_count` tokens fit into the KV pool's `kv_token_count`.
+    """
+
+    kv_token_count: int
+    max_sequence_token_count: int
+    max_sequence_count: int
+    full_length_sequence_count: int
+
+
+def capacity_of(config: SchedulerConfig) -> Capacity:
+    """What these limits leave. Each sequence takes whole blocks."""
+    blocks_each = -(-config.max_sequence_token_count // config.block_size)
+    return Capacity(
+        kv_token_count=config.usable_block_count * config.block_size,
+        max_sequence_token_count=config.max_sequence_token_count,
+        max_sequence_count=config.max_sequence_count,
+        full_length_sequence_count=min(
+            config.usable_block_count // blocks_each, config.max_sequence_count
+        ),
+    )
+
+
 def _varint_bytes(number: int) -> int:
     """What a number up to this takes in a packed field."""
     return max(1, -(-number.bit_length() // 7))

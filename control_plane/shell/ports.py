@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
+from control_plane.core.account import Account
 from control_plane.core.events import Stats
 from control_plane.core.plan import Message, Row, StepResult, WeightVersion
 
@@ -179,6 +180,10 @@ class ReplicaMetrics(Protocol):
         """The claim is over."""
         ...
 
+    def step_planned(self, token_count: int) -> None:
+        """A step is to compute so many tokens."""
+        ...
+
     def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
         """A step is over: how long the worker executed it, and the control plane worked on it."""
         ...
@@ -197,4 +202,8 @@ class Metrics(Protocol):
 
     def token_gap(self, seconds: float, count: int) -> None:
         """`count` tokens came `seconds` after the token before them."""
+        ...
+
+    def sequence_ended(self, account: Account) -> None:
+        """A sequence has ended, however."""
         ...

@@ -13,8 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Collection, Coroutine
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from control_plane.core import invariants
@@ -30,13 +29,13 @@ from control_plane.core.claim import (
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.placement import Load
-from control_plane.core.plan import StepResult
+from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
-from control_plane.shell.limits import SchedulingSettings, scheduler_config
+from control_plane.shell.limits import SchedulingSettings, capacity_of, scheduler_config
 from control_plane.shell.patience import in_patience
 from control_plane.shell.ports import (
     HELD_SAMPLING,
@@ -48,6 +47,7 @@ from control_plane.shell.ports import (
     WorkerRefused,
     WorkerUnusable,
 )
+from control_plane.shell.step_lines import log_plan, log_result
 from control_plane.shell.successor import (
     FAILURES,
     ArithmeticChange,
@@ -242,6 +242,10 @@ class Replica:
             self._planning_seconds += self._clock() - started
             if message is None:
                 break
+            if isinstance(message, StepPlan) and message.scheduled.rows:
+                self._metrics.step_planned(sum(message.scheduled.token_counts))
+                if _logger.isEnabledFor(logging.DEBUG):
+                    log_plan(self.number, message, core.stats())
             await self._worker.send(message)
         if self._settings.check_invariants and not core.has_work:
             invariants.check(core)
@@ -252,10 +256,13 @@ class Replica:
             if isinstance(event, Exception):
                 raise event
             now = self._clock()
-            self._listener.deliver(self._scheduler().update(event), now)
+            outputs = self._scheduler().update(event)
+            self._listener.deliver(outputs, now)
             control_seconds = self._planning_seconds + self._clock() - now
             self._planning_seconds = 0.0
             self._metrics.step_finished(event.executed_seconds, control_seconds)
+            if _logger.isEnabledFor(logging.DEBUG):
+                log_result(self.number, event, outputs, control_seconds)
 
     # --- the claim ----------------------------------------------------------------------------
 
@@ -280,9 +287,12 @@ class Replica:
                 worker_id=info.worker_id,
                 incarnation_id=info.incarnation_id,
                 epoch=info.epoch,
+                model=info.model_name,
+                device=info.device,
                 weight_version=info.weight_version.digest[:12],
                 sequence_count=_sequence_count(self.stats()),
                 kv_kept=kv_kept,
+                **asdict(capacity_of(self._scheduler().ledger.config)),
             ),
         )
         self._listener.changed(self)
@@ -341,8 +351,20 @@ class Replica:
 
     async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
         """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
-        fail = partial(self._listener.fail, self, "the worker is gone")
-        return await in_patience(waiting, self._claim.patience_left(self._clock()), fail)
+
+        def give_up() -> None:
+            if sequence_count := _sequence_count(self.stats()):
+                _logger.warning(
+                    "requests given up: the worker stays away",
+                    extra=fields(
+                        replica=self.number,
+                        sequence_count=sequence_count,
+                        lost_seconds=round(self.lost_seconds, 1),
+                    ),
+                )
+            self._listener.fail(self, "the worker is gone")
+
+        return await in_patience(waiting, self._claim.patience_left(self._clock()), give_up)
 
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""

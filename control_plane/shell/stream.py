@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from control_plane.core.account import Account
 from control_plane.core.events import Finish, FinishReason
 from control_plane.core.request import StopScanner
 from control_plane.core.tokens import Tokens
@@ -92,6 +93,8 @@ class TokenStream:
         self._recent: list[Tokens] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
+        self.account: Account | None = None
+        """What the sequence has cost; the engine sets it with the end."""
         self._turn: asyncio.Future[None] | None = None
         """What the client waits for while nothing is ready."""
 

@@ -25,7 +25,7 @@ from control_plane.shell.stream import TokenStream
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import ChatRenderer, TextLimits, TextProcessor
 from control_plane.text.template_pool import TemplatePool
-from twinplane.grpc.interceptors import StatusInterceptor
+from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 from twinplane.inference.v1.inference_pb2 import Chat, ChatMessage
 
@@ -143,8 +143,8 @@ async def running_edge(
     calls: list[tuple[str, str]] = []
     counted = asyncio.Event()
 
-    def on_call(method: str, code: str) -> None:
-        calls.append((method.rsplit("/", 1)[1], code))
+    def on_call(end: CallEnd) -> None:
+        calls.append((end.method.rsplit("/", 1)[1], end.code))
         counted.set()
 
     names = iter(range(1, 1_000_000))

@@ -113,7 +113,7 @@ async def serving(
         new_request_id=lambda: f"made-{next(names)}",
     )
     server = grpc.aio.server(
-        interceptors=[StatusInterceptor(status_of, lambda method, code: None, lambda: "error-1")]
+        interceptors=[StatusInterceptor(status_of, lambda end: None, lambda: "error-1")]
     )
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")

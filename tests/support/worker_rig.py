@@ -21,7 +21,7 @@ from twinplane.worker.v1 import info_pb2, model_runner_pb2, model_runner_pb2_grp
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import RowFault, StepPlan
 from worker_service.domain.sampling import SamplingParameters
-from worker_service.facade import WorkerFacade
+from worker_service.facade import StepMetrics, WorkerFacade
 from worker_service.rpc.server import WorkerServer
 from worker_service.runner.interface import Runner
 from worker_service.simulated.runner import (
@@ -108,12 +108,14 @@ async def serving(
     provoke: Provoke = lambda plan: (),
     build: Callable[[], Runner] | None = None,
     load: bool = True,
+    metrics: StepMetrics | None = None,
 ) -> AsyncIterator[Rig]:
     """A rig; taken down whole, whatever the test left open."""
     facade = WorkerFacade(
         build or (lambda: ProvokedRunner(simulated_runner(), provoke)),
         worker_id="worker-7",
         incarnation_id="life-1",
+        metrics=metrics,
     )
     server = WorkerServer(facade)
     address = await server.start("127.0.0.1", 0)

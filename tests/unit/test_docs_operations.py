@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 
 import pytest
 
 from control_plane.observability.metrics import Telemetry
-from control_plane.rpc.errors import CODES
+from control_plane.rpc.errors import CODES, REASONS
 from control_plane.rpc.server import INFERENCE_METHODS
 from tests.support.planes import ROOT
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.worker import WorkerConfig
+from worker_service.lifecycle import LifecycleState
+from worker_service.telemetry import WorkerTelemetry
 
 TEXT = (ROOT / "docs" / "operations.md").read_text()
 
@@ -30,14 +33,28 @@ def test_settings_are_those_that_exist(title: str, settings: type) -> None:
     assert named == {field.name.replace("_", "-") for field in fields(settings)}
 
 
-def test_metrics_are_those_that_exist() -> None:
-    """Each has a sample in the first scrape, before the first worker and without one."""
-    telemetry = Telemetry("1", methods=INFERENCE_METHODS, codes=CODES)
+def control_scrape() -> str:
+    """The first one, before the first worker."""
+    telemetry = Telemetry("1", methods=INFERENCE_METHODS, codes=CODES, reasons=REASONS)
     telemetry.replica(0, lambda: None)
-    rendered = telemetry.render().decode()
+    return telemetry.render().decode()
+
+
+def worker_scrape() -> str:
+    """The first one, before it has loaded."""
+    return WorkerTelemetry("1", lambda: LifecycleState.LOADING).render().decode()
+
+
+@pytest.mark.parametrize(
+    ("title", "scrape"), [("The control plane's", control_scrape), ("A worker's", worker_scrape)]
+)
+def test_metrics_are_those_that_exist(title: str, scrape: Callable[[], str]) -> None:
+    """Each has a sample in the first scrape."""
+    rendered = scrape()
     types = dict(re.findall(r"^# TYPE (twinplane_\w+) (\w+)$", rendered, re.MULTILINE))
+    text = section(title)
     named = dict(
-        re.findall(r"^\| `(twinplane_\w+)(?:\{[\w,]+\})?` \| (\w+) \|", TEXT, re.MULTILINE)
+        re.findall(r"^\| `(twinplane_\w+)(?:\{[\w,]+\})?` \| (\w+) \|", text, re.MULTILINE)
     )
     assert named == types
     sampled = set(re.findall(r"^(twinplane_\w+?)(?:_bucket)?(?:\{.*\})? [\d.]+$", rendered, re.M))

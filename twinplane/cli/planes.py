@@ -14,7 +14,9 @@ from twinplane.settings.worker import WorkerConfig
 # `up` sets these itself: they say how the planes find each other and end together.
 _SET_BY_UP = ("worker", "worker_id", "exit_with_parent")
 # Clients connect to the control plane; the worker listens on a private socket.
-_CONTROL_ONLY = ("host", "port", "uds")
+_CONTROL_ONLY = ("host", "port", "uds", "metrics_host")
+# One machine has one port of a number: beside each other, the control plane has the metrics'.
+_OF_THE_WORKER = {"metrics_port": "none"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +31,7 @@ def control_flags(namespace: argparse.Namespace, **decided: object) -> argparse.
 
 def worker_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:
     """The worker's flags, with the `decided` values in place of what was given."""
-    return _changed(namespace, _CONTROL_ONLY, decided)
+    return _changed(namespace, _CONTROL_ONLY, {**_OF_THE_WORKER, **decided})
 
 
 def resolve_control(flags: argparse.Namespace, environ: Mapping[str, str]) -> ControlConfig:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from contextvars import ContextVar
+from dataclasses import dataclass
 from inspect import isasyncgenfunction, iscoroutinefunction
 from typing import Any, Protocol
 
@@ -27,6 +29,7 @@ from twinplane.grpc.status import (
     internal_status,
     message_status,
 )
+from twinplane.process.line_quota import LineQuota
 from twinplane.process.logs import fields
 
 # Set by a servicer whose call has a name; each call has a context of its own.
@@ -37,10 +40,17 @@ DEFAULT_MESSAGE_BYTES = 4 * 1024 * 1024
 # What the call in whose context this is has to do to leave the door.
 _LEAVE: ContextVar[Callable[[], None]] = ContextVar("leave")
 
+# The seconds that the call in whose context this is had until its deadline when it came.
+_ALLOWED: ContextVar[float | None] = ContextVar("allowed", default=None)
+
 _OUR_METHODS = "/twinplane."
 # A deadline travels as a number of at most a few digits, rounded up: the server's may be later.
 _DEADLINE_ROUNDING = 0.01
 _DEADLINE_TRAVEL_SECONDS = 0.05
+
+_MALFORMED = "a message was malformed"
+MALFORMED_LINES = 20
+"""In a second: whoever sends such sends many. What is beyond is told by number."""
 
 _logger = logging.getLogger(__name__)
 
@@ -65,6 +75,18 @@ _BEHAVIOURS = {
 
 class DeadlinePassed(Exception):
     """The call's deadline has passed: what it asks for is not to be done any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnd:
+    """How a call of ours has ended: the name of its status code, the reason of its error (empty
+    where it had none), and the seconds since it came.
+    """
+
+    method: str
+    code: str
+    reason: str
+    seconds: float
 
 
 class Door(Protocol):
@@ -98,7 +120,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Wraps RPCs of all four kinds, so that a servicer raises its errors as they are.
 
     `status_of` is the plane's table from its errors to statuses, None for one that it does not
-    expect. `on_call` is told each call's method and status code when the call ends. Of health and
+    expect. `on_call` is told of each call when it ends, in the call's own context. Of health and
     reflection it only receives the messages.
 
     An unexpected error is a bug of ours, and becomes INTERNAL. `new_error_id` names it: the client
@@ -112,12 +134,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self,
         status_of: Callable[[Exception], Status | None],
-        on_call: Callable[[str, str], None],
+        on_call: Callable[[CallEnd], None],
         new_error_id: Callable[[], str],
         *,
         max_message_bytes: int = DEFAULT_MESSAGE_BYTES,
         door: Door | None = None,
         receiver: Receiver | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._status_of = status_of
         self._on_call = on_call
@@ -125,6 +148,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._max_message_bytes = max_message_bytes
         self._door = door or OpenDoor()
         self._receiver = receiver or Receiver()
+        self._clock = clock
+        self._malformed_lines = LineQuota(
+            MALFORMED_LINES, lambda count: _logger.info(_MALFORMED, extra=fields(count=count))
+        )
         self._wrapped: dict[str, tuple[Any, Any]] = {}
         """By method: a handler, and what stands for it."""
 
@@ -191,24 +218,27 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     def _guard(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         async def guarded(request: Any, context: _Context) -> Any:
-            code = grpc.StatusCode.OK
-            allowed = context.time_remaining()
+            code, reason, came = grpc.StatusCode.OK, "", self._clock()
+            _ALLOWED.set(context.time_remaining())
             try:
                 try:
                     return await behaviour(request, context)
                 except asyncio.CancelledError:
-                    code = _cancellation_code(context, allowed)
+                    if deadline_passed(context):
+                        code, reason = grpc.StatusCode.DEADLINE_EXCEEDED, deadline_status().reason
+                    else:
+                        code = grpc.StatusCode.CANCELLED
                     raise
                 except Exception as error:
                     # The boundary: an error of a servicer ends its call with a status, nothing
                     # else.
                     status = self._status(method, error)
-                    code = status.code
+                    code, reason = status.code, status.reason
                 # Not above: what ends the call is kept with it, and would keep the error, its
                 # traceback, and whatever the frames there hold, e.g. the message.
                 return await abort(context, status)
             finally:
-                self._on_call(method, code.name)
+                self._on_call(CallEnd(method, code.name, reason, self._clock() - came))
 
         return guarded
 
@@ -226,10 +256,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         status = _refusal(error)
         if status is None:
             return self._status_of(error) or internal_status(self._log(method, error))
-        if isinstance(error, MalformedMessage):
-            _logger.info(
-                "a message was malformed", extra=fields(method=method, error=status.message)
-            )
+        if isinstance(error, MalformedMessage) and self._malformed_lines.take():
+            _logger.info(_MALFORMED, extra=fields(method=method, error=status.message))
         return status
 
     def _log(self, method: str, error: Exception) -> str:
@@ -266,6 +294,19 @@ def require_time(context: _Context) -> None:
         raise DeadlinePassed
 
 
+def deadline_passed(context: _Context) -> bool:
+    """Whether its deadline is why the call in whose context this is was cancelled.
+
+    A client whose deadline passes resets the call, and that may be here before the server's own
+    deadline, which is never earlier.
+    """
+    remaining, allowed = context.time_remaining(), _ALLOWED.get()
+    if remaining is None or allowed is None:
+        return False
+    slack = _DEADLINE_TRAVEL_SECONDS + _DEADLINE_ROUNDING * allowed
+    return remaining <= min(slack, allowed / 2)
+
+
 def _nothing() -> None:
     pass
 
@@ -290,17 +331,3 @@ def _refusal(error: Exception) -> Status | None:
             return deadline_status()
         case _:
             return None
-
-
-def _cancellation_code(context: _Context, allowed: float | None) -> grpc.StatusCode:
-    """Why a call was cancelled that had `allowed` seconds when it came.
-
-    A client whose deadline passes resets the call, and that may be here before the server's own
-    deadline, which is never earlier.
-    """
-    remaining = context.time_remaining()
-    if remaining is not None and allowed is not None:
-        slack = _DEADLINE_TRAVEL_SECONDS + _DEADLINE_ROUNDING * allowed
-        if remaining <= min(slack, allowed / 2):
-            return grpc.StatusCode.DEADLINE_EXCEEDED
-    return grpc.StatusCode.CANCELLED

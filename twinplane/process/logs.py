@@ -23,6 +23,7 @@ from twinplane.process.line_writer import LineWriter, make_nonblocking, text_str
 Field = str | int | float | bool | None
 
 _ATTRIBUTE = "fields"
+_OURS = ("twinplane", "control_plane", "worker_service")
 _LAST_LINES_SECONDS = 1.0
 """How long the end of a process waits for its last lines to be written."""
 
@@ -43,6 +44,8 @@ def fields(**values: Field) -> dict[str, dict[str, Field]]:
 def configure(level: str, log_format: LogFormat, stream: TextIO | None = None) -> None:
     """Makes the root logger write to `stream` (stderr) alone. Called once, by the entry point.
 
+    `level` is that of our own lines. Libraries only warn, whatever it is: what they say below that
+    is for those who work on them.
     What else this process writes to sys.stderr then goes the same way: tracebacks and warnings must
     not wait for a reader either.
     """
@@ -65,7 +68,10 @@ def configure(level: str, log_format: LogFormat, stream: TextIO | None = None) -
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers = [handler]
-    root.setLevel(level.upper())
+    number = logging.getLevelNamesMapping()[level.upper()]
+    root.setLevel(max(number, logging.WARNING))
+    for package in _OURS:
+        logging.getLogger(package).setLevel(number)
 
 
 def dropped_record_count() -> int:

@@ -85,6 +85,12 @@ class WorkerConfig:
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
     port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)
     uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER, path=True)
+    metrics_host: str = option("127.0.0.1", "address of the metrics endpoint", group=_SERVER)
+    metrics_port: int | None = option(
+        None,
+        "port of the metrics endpoint; 0: any free one (default: none, it is off)",
+        group=_SERVER,
+    )
     worker_id: str | None = option(
         None, "stable name of this worker (default: host name and address)", group=_SERVER
     )
@@ -128,8 +134,10 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and not minimum <= value < math.inf:
                 raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        if self.port > 65535:
-            raise ValueError(f"port must be at most 65535, not {self.port}")
+        for name in ("port", "metrics_port"):
+            port = getattr(self, name)
+            if port is not None and port > 65535:
+                raise ValueError(f"{name} must be at most 65535, not {port}")
 
 
 _MINIMUMS = (
@@ -141,6 +149,7 @@ _MINIMUMS = (
     ("max_model_len", 2),
     ("threads", 1),
     ("port", 0),
+    ("metrics_port", 0),
     ("drain_seconds", 0),
     ("simulate_vocabulary_size", 1),
     ("simulate_block_count", 2),

@@ -121,3 +121,12 @@ class MemoryPool:
     @property
     def free_block_count(self) -> int:
         return self.block_count - 1 - self.used_block_count
+
+    @property
+    def token_count(self) -> int:
+        """Tokens whose KV the pool holds."""
+        return (self.block_count - 1) * self.block_token_count
+
+    def sequences_of(self, token_count: int) -> int:
+        """How many sequences of this length the pool holds. Each takes whole blocks."""
+        return (self.block_count - 1) // -(-token_count // self.block_token_count)

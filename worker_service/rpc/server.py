@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable
 
 from twinplane.bounds import WORKER_MESSAGE_BYTES
-from twinplane.grpc.interceptors import StatusInterceptor
+from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
 from twinplane.grpc.options import WORKER_CONNECTION_OPTIONS, Connections, Keepalive
 from twinplane.grpc.server import GrpcServer, Service
 from twinplane.process.logs import fields
@@ -59,5 +59,14 @@ class WorkerServer(GrpcServer):
         self._servicer.end_streams()
 
 
-def _log_call(method: str, code: str) -> None:
-    _logger.debug("call ended", extra=fields(method=method, code=code))
+def _log_call(end: CallEnd) -> None:
+    if _logger.isEnabledFor(logging.DEBUG):
+        _logger.debug(
+            "call ended",
+            extra=fields(
+                method=end.method,
+                code=end.code,
+                reason=end.reason,
+                duration_seconds=round(end.seconds, 6),
+            ),
+        )

@@ -235,7 +235,7 @@ async def test_a_deadline_frees_the_request(edge: Edge) -> None:
             pass
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(edge.engine.freed.wait(), 60)
-    assert edge.engine.finished == [("late", FinishReason.CANCELLED)]
+    assert edge.engine.finished == [("late", FinishReason.DEADLINE)]
     await edge.wait_counted()
     [(method, code)] = edge.calls
     assert method == "Generate"

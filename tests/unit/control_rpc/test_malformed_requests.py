@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2
 
 from tests.support.edge_rig import HI, Edge, generate_request, ids, refused
 from tests.support.malformed import broken, field
+from twinplane.grpc import interceptors
 from twinplane.inference.v1 import inference_pb2 as pb
 
 SERVICE = "/twinplane.inference.v1.InferenceService"
@@ -35,6 +36,11 @@ BY_HAND = {
         pb.GenerateRequest, "stop", field(pb.StopConditions, "strings", BAD_TEXT)
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def many_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptors, "MALFORMED_LINES", 1000)
 
 
 async def send(channel: grpc.aio.Channel, method: str, raw: bytes) -> grpc.aio.AioRpcError:

@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from control_plane.core.account import Account
 from control_plane.core.config import SchedulerConfig
+from control_plane.core.events import FinishReason, Usage
 from control_plane.core.plan import WeightVersion
 from control_plane.core.request import (
     Request,
@@ -19,10 +21,11 @@ from control_plane.core.request import (
     StopConditions,
 )
 from control_plane.core.scheduler import Scheduler
-from control_plane.observability.metrics import Histogram, ReplicaTelemetry, Telemetry
-from control_plane.observability.metrics_server import MetricsServer
-from control_plane.rpc.errors import CODES
+from control_plane.observability.metrics import ReplicaTelemetry, Telemetry
+from control_plane.rpc.errors import CODES, REASONS
 from control_plane.rpc.server import INFERENCE_METHODS
+from twinplane.metrics.families import REQUEST_SECONDS, STEP_SECONDS, TOKEN_COUNTS, Histogram
+from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 
 REPLICA = (("replica", "0"),)
 
@@ -62,8 +65,10 @@ def test_without_a_core_there_is_still_something_to_see() -> None:
 
 
 def test_every_rpc_and_every_way_it_ends_is_there_before_the_first() -> None:
-    telemetry = Telemetry("0", methods=INFERENCE_METHODS, codes=CODES)
+    telemetry = Telemetry("0", methods=INFERENCE_METHODS, codes=CODES, reasons=REASONS)
     found = samples(telemetry)
+    for reason in REASONS:
+        assert found["twinplane_rpc_errors_total", (("reason", reason),)] == 0.0
     for method in INFERENCE_METHODS:
         for code in CODES:
             assert found["twinplane_rpcs_total", (("code", code), ("method", method))] == 0.0
@@ -112,8 +117,8 @@ def test_events_become_counts() -> None:
     replica.step_finished(0.02, 0.0002)
     telemetry.first_token(0.3)
     telemetry.token_gap(0.04, 5)
-    telemetry.rpc_finished("Generate", "OK")
-    telemetry.rpc_finished("Generate", "OK")
+    telemetry.rpc_finished("Generate", "OK", "", 0.5)
+    telemetry.rpc_finished("Generate", "OK", "", 7.0)
     found = samples(telemetry)
     assert found["twinplane_worker_losses_total", REPLICA] == 1.0
     assert found["twinplane_step_duration_seconds_count", REPLICA] == 1.0
@@ -124,6 +129,43 @@ def test_events_become_counts() -> None:
     assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.5"),)] == 1.0
     assert found["twinplane_time_to_first_token_seconds_bucket", (("le", "0.25"),)] == 0.0
     assert found["twinplane_rpcs_total", (("code", "OK"), ("method", "Generate"))] == 2.0
+
+
+def test_what_a_request_has_cost_is_counted_at_its_end() -> None:
+    telemetry = Telemetry("0")
+    for reason in FinishReason:
+        usage = Usage(prompt_tokens=100, cached_prompt_tokens=64, completion_tokens=3)
+        telemetry.sequence_ended(Account(reason, usage, 0.02, 0.3, 40.0))
+    found = samples(telemetry)
+    count = len(FinishReason)
+    assert found["twinplane_request_queue_seconds_count", ()] == count
+    assert found["twinplane_request_queue_seconds_sum", ()] == pytest.approx(count * 0.02)
+    assert found["twinplane_request_prompt_tokens_sum", ()] == count * 100
+    assert found["twinplane_request_output_tokens_bucket", (("le", "4.0"),)] == count
+    assert found["twinplane_request_output_tokens_bucket", (("le", "2.0"),)] == 0
+    assert found["twinplane_request_duration_seconds_count", ()] == 2, "whole answers only"
+
+
+def test_an_rpcs_error_is_counted_by_its_reason() -> None:
+    telemetry = Telemetry("0", methods=["Generate"], reasons=["QUEUE_FULL"])
+    telemetry.rpc_finished("Generate", "RESOURCE_EXHAUSTED", "QUEUE_FULL", 0.001)
+    telemetry.rpc_finished("Generate", "CANCELLED", "", 3.0)
+    found = samples(telemetry)
+    assert found["twinplane_rpc_errors_total", (("reason", "QUEUE_FULL"),)] == 1.0
+    method = ("method", "Generate")
+    assert found["twinplane_rpc_duration_seconds_count", (method,)] == 2.0
+    assert found["twinplane_rpc_duration_seconds_bucket", (("le", "0.001"), method)] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "least", "most"),
+    [(STEP_SECONDS, 0.0005, 60.0), (REQUEST_SECONDS, 0.001, 1800.0), (TOKEN_COUNTS, 1, 131072)],
+)
+def test_buckets_ascend_and_fit_fast_and_slow(
+    bounds: tuple[float, ...], least: float, most: float
+) -> None:
+    assert list(bounds) == sorted(set(bounds))
+    assert bounds[0] <= least and bounds[-1] >= most
 
 
 def test_resyncs_are_counted_by_what_became_of_the_kv() -> None:
@@ -152,7 +194,7 @@ def test_replicas_are_told_apart() -> None:
 
 def test_two_of_them_do_not_mix() -> None:
     first, second = Telemetry("1"), Telemetry("2")
-    first.rpc_finished("Generate", "OK")
+    first.rpc_finished("Generate", "OK", "", 0.1)
     assert b"Generate" not in second.render()
 
 
@@ -235,5 +277,5 @@ async def test_close_ends_connections_that_say_nothing() -> None:
 
 async def test_a_taken_port_is_an_error() -> None:
     async with serving(Telemetry("0")) as port:
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(CannotServeMetrics, match="in use"):
             await MetricsServer(Telemetry("0").render, lambda: True).start("127.0.0.1", port)

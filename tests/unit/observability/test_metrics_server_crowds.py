@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from control_plane.observability.metrics_server import MetricsServer
+from twinplane.metrics.server import MetricsServer
 from twinplane.process.event_loop import new_event_loop
 
 SECONDS = 20.0

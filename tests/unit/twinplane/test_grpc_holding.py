@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.rig import until
 from tests.support.raw_http2 import raw_connection
 from tests.support.small_server import STREAM, small_server
-from twinplane.grpc.interceptors import DeadlinePassed, StatusInterceptor, require_time
+from twinplane.grpc.interceptors import CallEnd, DeadlinePassed, StatusInterceptor, require_time
 from twinplane.grpc.receiving import Receiver
 from twinplane.grpc.status import Status, read
 
@@ -37,8 +37,8 @@ class Calls:
         self.codes: list[str] = []
         self.messages: weakref.WeakSet[Message] = weakref.WeakSet()
 
-    def on_call(self, method: str, code: str) -> None:
-        self.codes.append(code)
+    def on_call(self, end: CallEnd) -> None:
+        self.codes.append(end.code)
 
     def deserialize(self, raw: bytes) -> Message:
         message = Message(raw)

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from twinplane.grpc.interceptors import REQUEST_ID, StatusInterceptor
+from twinplane.grpc.interceptors import REQUEST_ID, CallEnd, StatusInterceptor
 from twinplane.grpc.status import Status, read
 
 REFUSED = Status(grpc.StatusCode.FAILED_PRECONDITION, "STALE_EPOCH", "too old", retry_after=1.5)
@@ -44,8 +44,8 @@ class Service(grpc.GenericRpcHandler):
         requests, responses = (side == "1" for side in details.method[-2:])
         return MAKERS[requests, responses](self.behaviour)
 
-    def on_call(self, method: str, code: str) -> None:
-        self.calls.append((method, code))
+    def on_call(self, end: CallEnd) -> None:
+        self.calls.append((end.method, end.code))
         self.ended.set()
 
     async def counted(self) -> list[tuple[str, str]]:

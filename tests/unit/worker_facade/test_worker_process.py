@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -135,6 +137,47 @@ def test_without_torch_a_model_worker_says_what_to_install() -> None:
         assert process.exit_code() == 1
 
 
+def fetch(port: int, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_metrics_and_probes_are_served_where_they_are_wanted() -> None:
+    with worker(*SIMULATED, "--metrics-port", "0", code=BLOCKED + MAIN) as process:
+        port = process.wait_for("listening")["metrics_port"]
+        ready = process.wait_for("ready")
+        assert fetch(port, "/livez")[0] == fetch(port, "/readyz")[0] == 200
+        status, text = fetch(port, "/metrics")
+        assert status == 200
+        [kv_bytes] = re.findall(r'^twinplane_worker_memory_bytes\{kind="kv"\} (.*)$', text, re.M)
+        assert float(kv_bytes) == ready["kv_bytes"]
+        assert 'twinplane_worker_state{state="active"} 1.0' in text
+        with worker(*SIMULATED, "--metrics-port", str(port)) as other:
+            assert "can't serve metrics" in other.wait_for("cannot listen")["reason"]
+            assert other.exit_code() == 1
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.exit_code() == 0
+
+
+def test_without_a_metrics_port_there_is_none() -> None:
+    with worker(*SIMULATED) as process:
+        assert process.wait_for("listening")["metrics_port"] is None
+
+
+def test_the_ready_line_says_what_the_memory_holds() -> None:
+    flags = ("--simulate-block-count", "1001", "--block-size", "8", "--max-num-seqs", "3")
+    with worker(*SIMULATED, *flags, "--max-model-len", "1000") as process:
+        ready = process.wait_for("ready")
+    assert ready["kv_token_count"] == 8000
+    assert ready["full_length_sequence_count"] == 3, "no more than rows"
+    assert ready["kv_bytes_per_token"] * 8008 == ready["kv_bytes"]
+    assert {"weights_bytes", "workspace_bytes", "free_bytes"} <= ready.keys()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_drains_and_exits_well(number: signal.Signals) -> None:
     with worker(*SIMULATED) as process:
@@ -205,6 +248,7 @@ def test_a_simulated_worker_takes_its_shape_from_a_model_folder(tmp_path: Path) 
         (("--block-size", "0"), {}, "block_size must be at least 1"),
         (("--simulate-step-ms", "nan"), {}, "simulate_step_ms must be at least 0"),
         (("--port", "70000"), {}, "port must be at most 65535"),
+        (("--metrics-port", "70000"), {}, "metrics_port must be at most 65535"),
         (("--dtype", "int4"), {}, "--dtype"),
         ((), {"TWINPLANE_BLOCK_SIZ": "4"}, "TWINPLANE_BLOCK_SIZ"),
         (("--no-such-flag",), {}, "--no-such-flag"),

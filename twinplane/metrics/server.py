@@ -9,38 +9,59 @@ probe from its answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 
-from control_plane.observability.metrics import CONTENT_TYPE
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 _MAX_HEAD_BYTES = 8192
 _CONNECTION_SECONDS = 10.0
 _MAX_CONNECTIONS = 32
 
 
+class CannotServeMetrics(Exception):
+    """The endpoint's address can't be listened on; the message says why."""
+
+
+async def _nothing() -> None:
+    pass
+
+
 class MetricsServer:
-    """Answers scrapes and probes. `render` gives /metrics its body; `ready` decides /readyz, and
-    /healthz, its other name. /livez is OK for as long as the process answers.
+    """Answers scrapes and probes.
+
+    `render` gives /metrics its body, in text format 0.0.4; `refresh` is awaited before, and must
+    not take long. `ready` decides /readyz, and /healthz, its other name. /livez is OK for as long
+    as the process answers.
     """
 
-    def __init__(self, render: Callable[[], bytes], ready: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        render: Callable[[], bytes],
+        ready: Callable[[], bool],
+        refresh: Callable[[], Awaitable[None]] = _nothing,
+    ) -> None:
         self._render = render
         self._ready = ready
+        self._refresh = refresh
         self._server: asyncio.Server | None = None
         # In the order of their arrival.
         self._connections: dict[asyncio.Task[None], None] = {}
 
     async def start(self, host: str, port: int) -> int:
-        """Listens, and returns the port (port 0: any free one). Raises OSError when it is taken."""
-        self._server = await asyncio.start_server(
-            self._serve,
-            host,
-            port,
-            limit=_MAX_HEAD_BYTES,
-            reuse_address=True,
-            backlog=_MAX_CONNECTIONS * 4,
-        )
+        """Listens, and returns the port (port 0: any free one). Raises CannotServeMetrics."""
+        try:
+            self._server = await asyncio.start_server(
+                self._serve,
+                host,
+                port,
+                limit=_MAX_HEAD_BYTES,
+                reuse_address=True,
+                backlog=_MAX_CONNECTIONS * 4,
+            )
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise CannotServeMetrics(f"can't serve metrics on {host}:{port}: {reason}") from error
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 
@@ -91,7 +112,8 @@ class MetricsServer:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED)
         match target.split(b"?", 1)[0]:
             case b"/metrics":
-                response = _response(HTTPStatus.OK, self._render(), CONTENT_TYPE)
+                await self._refresh()
+                response = _response(HTTPStatus.OK, self._render(), CONTENT_TYPE_PLAIN_0_0_4)
             case b"/livez":
                 response = _response(HTTPStatus.OK)
             case b"/readyz" | b"/healthz":

@@ -1,0 +1,1 @@
+"""What both planes' metrics stand on: the endpoint, histograms, and families of numbers."""
