@@ -10,9 +10,11 @@ import re
 import pytest
 
 from control_plane.core.account import Account
+from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.request import RequestId
 from control_plane.shell import replica as replica_module
+from control_plane.shell.limits import capacity_of
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine
 from tests.simulation.rig import Answer, Rig, read, request, running, settings, until
@@ -198,3 +200,20 @@ def test_the_line_of_an_attached_worker_says_what_fits(caplog: pytest.LogCapture
             assert line["full_length_sequence_count"] == free // line["max_sequence_token_count"]
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_capacity_is_what_whole_blocks_hold(seed: int) -> None:
+    rng = random.Random(seed)
+    size, blocks, rows = rng.randrange(1, 33), rng.randrange(2, 400), rng.randrange(1, 20)
+    length = rng.randrange(2, max(3, (blocks - 1) * size + 1))
+    if length > (blocks - 1) * size:
+        length, blocks = 2, 2 + 2
+    capacity = capacity_of(SchedulerConfig(rows, 64, length, blocks, size))
+    count, left = 0, blocks - 1
+    while left * size >= length and count < rows:
+        left -= -(-length // size)
+        count += left >= 0
+    assert capacity.full_length_sequence_count == count >= 1
+    assert capacity.kv_token_count == (blocks - 1) * size
+    assert (capacity.max_sequence_token_count, capacity.max_sequence_count) == (length, rows)
