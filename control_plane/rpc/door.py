@@ -16,10 +16,11 @@ from twinplane.inference.v1 import inference_pb2
 MAX_HELD_BYTES = 64 * 1024 * 1024
 
 _SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-_GENERATING = frozenset(
+GENERATING = frozenset(
     f"/{_SERVICE.full_name}/{_SERVICE.methods_by_name[name].name}"
     for name in ("Generate", "Complete")
 )
+"""The RPCs that generate, as gRPC names them."""
 
 
 class EngineDoor:
@@ -37,7 +38,7 @@ class EngineDoor:
 
     def check(self, method: str) -> None:
         """See Door. Raises what Engine.check_room raises."""
-        if method in _GENERATING:
+        if method in GENERATING:
             self._engine.check_room()
 
     def enter(self, method: str, byte_count: int) -> Callable[[], None]:
@@ -45,7 +46,7 @@ class EngineDoor:
         # One alone always passes, whatever the bound.
         if self._held_bytes and self._held_bytes + byte_count > self._max_held_bytes:
             raise RequestsTooLarge(self._held_bytes)
-        give_back = self._engine.reserve() if method in _GENERATING else None
+        give_back = self._engine.reserve() if method in GENERATING else None
         self._held_bytes += byte_count
 
         def leave() -> None:

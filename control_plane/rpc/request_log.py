@@ -15,22 +15,15 @@ from dataclasses import dataclass
 
 from control_plane.core.account import Account
 from control_plane.core.events import FinishReason
+from control_plane.rpc.door import GENERATING
 from control_plane.shell.stream import TokenStream
 from twinplane.grpc.interceptors import REQUEST_ID, CallEnd
-from twinplane.inference.v1 import inference_pb2
 from twinplane.process.line_quota import LineQuota
 from twinplane.process.logs import Field, fields
 
 LINES_WITHOUT_TOKENS = 20
 """In a second, at most."""
 
-_GENERATING = ("Generate", "Complete")
-_SERVICE = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"]
-_METHODS = frozenset(
-    f"/{_SERVICE.full_name}/{method.name}"
-    for method in _SERVICE.methods
-    if method.name in _GENERATING
-)
 _DIGITS = 6
 
 _logger = logging.getLogger(__name__)
@@ -68,7 +61,7 @@ class RequestLog:
 
     def call_ended(self, end: CallEnd) -> None:
         """A call is over. To be called in its context."""
-        if end.method not in _METHODS:
+        if end.method not in GENERATING:
             if _logger.isEnabledFor(logging.DEBUG):
                 _logger.debug("call ended", extra=fields(**_outcome(end, None)))
             return

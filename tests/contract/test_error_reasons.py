@@ -9,6 +9,7 @@ import pytest
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.rpc.errors import (
     CODES,
+    REASONS,
     GenerationCancelled,
     InvalidRequest,
     NoModelServed,
@@ -28,7 +29,12 @@ from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1.errors_pb2 import ErrorReason
 from twinplane.errors import Violation
 from twinplane.grpc.messages import MalformedMessage, MessageTooLarge
-from twinplane.grpc.status import deadline_status, internal_status, message_status
+from twinplane.grpc.status import (
+    deadline_status,
+    internal_status,
+    message_status,
+    no_method_status,
+)
 from worker_service.domain.errors import Reason, WorkerError
 
 PREFIX = "ERROR_REASON_"
@@ -39,6 +45,7 @@ BEFORE_ANY_SERVICE = {
     message_status(MalformedMessage("not a message", "")).reason,
     message_status(MessageTooLarge("too large")).reason,
     deadline_status().reason,
+    no_method_status("/a.B/C", []).reason,
 }
 
 EDGE_ERRORS = (
@@ -69,6 +76,11 @@ def edge_reasons() -> set[str]:
 def test_the_metrics_know_every_code_from_the_start() -> None:
     codes = {status.code.name for error in EDGE_ERRORS if (status := status_of(error))}
     assert codes <= set(CODES)
+
+
+def test_the_metrics_know_every_reason_from_the_start() -> None:
+    """But that of a method that is not there: such calls are not counted."""
+    assert (edge_reasons() | BEFORE_ANY_SERVICE) - {"METHOD_NOT_FOUND"} == set(REASONS)
 
 
 def leaves(kind: type[WorkerError]) -> Iterator[type[WorkerError]]:

@@ -50,6 +50,12 @@ class ToldStack:
     ends: list[CallEnd]
     counted: asyncio.Event
 
+    async def submitted(self, name: str) -> None:
+        """Waits until a request of this id runs or waits."""
+        async with asyncio.timeout(120):
+            while name not in self.fleet._requests:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
     async def idle(self) -> None:
         """Waits until nothing runs or waits any more."""
         async with asyncio.timeout(120):

@@ -24,9 +24,10 @@ MESSAGE = "request finished"
 SECRET = "a secret"
 KINDS = (
     *("length", "stop", "cancelled", "deadline"),
+    *("complete", "complete and leave"),
     *("invalid", "unknown model", "too long", "duplicate", "late"),
 )
-METHOD = "/twinplane.inference.v1.InferenceService/Generate"
+METHODS = [f"/twinplane.inference.v1.InferenceService/{one}" for one in ("Generate", "Complete")]
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +108,12 @@ async def leave(made: ToldStack, request: pb.GenerateRequest, token_count: int) 
     return seen
 
 
+def complete(name: str, most: int) -> pb.CompleteRequest:
+    made = pb.CompleteRequest()
+    made.ParseFromString(asking(name, most).SerializeToString())
+    return made
+
+
 async def play(made: ToldStack, kind: str, name: str, rng: random.Random) -> list[Seen]:
     """One request of a kind, or two, and what their clients saw."""
     match kind:
@@ -132,6 +139,17 @@ async def play(made: ToldStack, kind: str, name: str, rng: random.Random) -> lis
             ids = TokenIds(ids=[5] * LENGTH)
             request = pb.GenerateRequest(request_id=name, token_ids=ids)
             return [await generate(made, request)]
+        case "complete":
+            request = complete(name, rng.randrange(1, 40))
+            answer = await made.stub.Complete(request)
+            usage = answer.usage
+            count = usage.completion_token_count
+            return [Seen(name, "OK", "length", usage.prompt_token_count, count, whole=True)]
+        case "complete and leave":
+            call = made.stub.Complete(complete(name, 240))
+            await made.submitted(name)
+            call.cancel()
+            return [Seen(name, "CANCELLED", "cancelled")]
         case "duplicate":
             ready = made.stub.Generate(asking(name, 200))
             first = Seen(name, "CANCELLED", "cancelled")
@@ -147,7 +165,7 @@ async def play(made: ToldStack, kind: str, name: str, rng: random.Random) -> lis
 async def test_every_end_has_its_line(
     tiny_text: TextModel, log: pytest.LogCaptureFixture, seed: int
 ) -> None:
-    """45 requests at once, five of each kind, beside a neighbour that nothing of this changes."""
+    """55 requests at once, five of each kind, beside a neighbour that nothing of this changes."""
     rng = random.Random(seed)
     async with told_stack(tiny_text, step_seconds=0.001) as made:
         alone = [m async for m in made.stub.Generate(asking("alone", 200))]
@@ -180,7 +198,7 @@ async def test_every_end_has_its_line(
             assert line["output_tokens"] == one.tokens
             assert 0 <= line["queue_seconds"] <= line["first_token_seconds"]
             assert line["first_token_seconds"] <= line["duration_seconds"]
-            assert line["model"] == "told" and line["method"] == "Generate"
+            assert line["model"] == "told" and line["method"] in ("Generate", "Complete")
         if one.prompt is not None and line:
             assert line["prompt_tokens"] == one.prompt
             assert line["cached_tokens"] <= one.prompt
@@ -206,9 +224,11 @@ async def test_the_metrics_count_the_same_ends(tiny_text: TextModel, seed: int) 
     codes = Counter(end.code for end in ends)
     for code in ("OK", "CANCELLED", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS"):
         assert codes[code] == sum(one.code == code for one in seen)
-    for code, count in codes.items():
-        assert found[f'twinplane_rpcs_total{{code="{code}",method="{METHOD}"}}'] == count
-    assert found[f'twinplane_rpc_duration_seconds_count{{method="{METHOD}"}}'] == len(ends)
+    for (method, code), count in Counter((end.method, end.code) for end in ends).items():
+        assert found[f'twinplane_rpcs_total{{code="{code}",method="{method}"}}'] == count
+    for method in METHODS:
+        count = sum(end.method == method for end in ends)
+        assert found[f'twinplane_rpc_duration_seconds_count{{method="{method}"}}'] == count
     for reason, count in Counter(end.reason for end in ends if end.reason).items():
         assert found[f'twinplane_rpc_errors_total{{reason="{reason}"}}'] == count
     submitted = found['twinplane_requests_submitted_total{replica="0"}']
