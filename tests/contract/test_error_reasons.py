@@ -45,7 +45,7 @@ BEFORE_ANY_SERVICE = {
     message_status(MalformedMessage("not a message", "")).reason,
     message_status(MessageTooLarge("too large")).reason,
     deadline_status().reason,
-    no_method_status("/a.B/C", []).reason,
+    no_method_status("/a/b", ()).reason,
 }
 
 EDGE_ERRORS = (
