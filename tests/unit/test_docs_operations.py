@@ -59,3 +59,17 @@ def test_metrics_are_those_that_exist(title: str, scrape: Callable[[], str]) -> 
     assert named == types
     sampled = set(re.findall(r"^(twinplane_\w+?)(?:_bucket)?(?:\{.*\})? [\d.]+$", rendered, re.M))
     assert named.keys() <= sampled
+
+
+def test_the_queries_ask_for_series_that_exist() -> None:
+    rendered = control_scrape()
+    queries = re.findall(r"^\| [^|`]+ \| `(.*twinplane_.*)` \|$", TEXT, re.MULTILINE)
+    assert len(queries) >= 7
+    for query in queries:
+        selectors = re.findall(r"(twinplane_\w+)(?:\{(\w+)=(~?)\"([^\"]+)\"\})?", query)
+        assert selectors
+        for name, label, is_pattern, value in selectors:
+            labels = re.findall(rf"^{name}(?:\{{(.*)\}})? ", rendered, re.MULTILINE)
+            assert labels, name
+            pattern = value if is_pattern else re.escape(value)
+            assert not label or any(re.search(f'{label}="{pattern}"', one) for one in labels)
