@@ -295,7 +295,7 @@ async def test_a_deadline_is_told_apart_from_leaving(
     tiny_text: TextModel, log: pytest.LogCaptureFixture, ends_by: str
 ) -> None:
     async with told_stack(tiny_text, step_seconds=0.05) as made:
-        seconds = 1.0 if ends_by == "deadline" else 600.0
+        seconds = 3.0 if ends_by == "deadline" else 600.0
         call = made.stub.Generate(asking("one", 240), timeout=seconds)
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             while True:
