@@ -16,12 +16,14 @@ import pytest
 from control_plane.rpc import request_log
 from control_plane.text.model_files import TextModel
 from tests.support.edge_rig import refused
+from tests.support.planes import ROOT
 from tests.support.told_stack import LENGTH, ToldStack, told_stack
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
 from twinplane.inference.v1 import inference_pb2 as pb
 
 MESSAGE = "request finished"
 SECRET = "a secret"
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 KINDS = (
     *("length", "stop", "cancelled", "deadline"),
     *("complete", "complete and leave"),
@@ -203,6 +205,9 @@ async def test_every_end_has_its_line(
             assert line["prompt_tokens"] == one.prompt
             assert line["cached_tokens"] <= one.prompt
             assert line["output_tokens"] >= one.tokens
+    table = OPERATIONS.split("\n## Logs\n")[1].split("\n\nRequests that")[0]
+    documented = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\|(.*?)\|", table, re.MULTILINE)))
+    assert {name for line in lines(log) for name in line} == set(documented)
     assert SECRET not in "".join(str(vars(record)) for record in log.records)
 
 
