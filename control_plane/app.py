@@ -29,7 +29,7 @@ from control_plane.rpc.server import (
     inference_service,
 )
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.fleet import Fleet
+from control_plane.shell.fleet import Fleet, away_seconds
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.successor import ArithmeticChange
@@ -123,6 +123,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             clock=time.monotonic,
             new_seed=lambda: rng.getrandbits(64),
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
+            away_seconds=lambda: away_seconds(fleet.replicas),
         )
         server = ControlServer(
             [inference_service(servicer)],

@@ -5,7 +5,7 @@ The edge's own errors:
 EdgeError
 ├── InvalidRequest       fields break their rules: names each
 ├── UnknownModel         no model of this name is served: lists those that are
-├── NoModelServed        no worker is attached yet
+├── NoModelServed        no worker is attached yet, or it is away
 ├── RequestsTooLarge     requests that are looked at are too large together: try again soon
 ├── RowFailed            the worker could not compute this request's next token
 └── GenerationCancelled  the server ended the request
@@ -94,10 +94,17 @@ class UnknownModel(EdgeError):
 
 
 class NoModelServed(EdgeError):
-    """No worker is attached, so no model answers yet."""
+    """No worker is attached, so no model answers now.
 
-    def __init__(self) -> None:
-        super().__init__("no model is served yet")
+    `away_seconds`: for how long the one that was attached has been away; 0 where none was.
+    """
+
+    def __init__(self, away_seconds: float = 0.0) -> None:
+        super().__init__(
+            f"no model is served: its worker has been away for {max(1, round(away_seconds))} s"
+            if away_seconds
+            else "no model is served yet: no worker has come"
+        )
 
 
 class RequestsTooLarge(EdgeError):

@@ -58,7 +58,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The clients' RPCs. It needs StatusInterceptor in front of it.
 
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
-    an id for a request without one.
+    an id for a request without one. `away_seconds` says for how long a worker that was attached has
+    been away; 0 where none is.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         clock: Clock,
         new_seed: Callable[[], int],
         new_request_id: Callable[[], str],
+        away_seconds: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._engine = engine
         self._text = text
         self._clock = clock
         self._new_seed = new_seed
         self._new_request_id = new_request_id
+        self._away_seconds = away_seconds
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
 
@@ -142,7 +145,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         told = begin_generation()
-        model = check_model(request.model, self._engine.served_model())
+        model = self._model(request.model)
         told.model = model.name
         call = check_generate(request, model)
         del request
@@ -171,7 +174,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
         ],
     ) -> inference_pb2.TokenizeResponse:
-        model = check_model(request.model, self._engine.served_model())
+        model = self._model(request.model)
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
         check_tokens(call.prompt, token_ids, model)
@@ -186,7 +189,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
         ],
     ) -> inference_pb2.DetokenizeResponse:
-        model = check_model(request.model, self._engine.served_model())
+        model = self._model(request.model)
         token_ids = check_detokenize(request, model)
         text = await self._text.decode(
             token_ids, skip_special_tokens=not request.keep_special_tokens
@@ -218,6 +221,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                     assert_never(prompt)
         except TextTooLong as error:
             raise InvalidRequest([Violation(prompt.field, str(error))]) from error
+
+    def _model(self, name: str) -> ServedModel:
+        return check_model(name, self._engine.served_model(), self._away_seconds())
 
     def _core_request(
         self,

@@ -94,10 +94,10 @@ class TokenizeCall:
     add_special_tokens: bool
 
 
-def check_model(name: str, served: ServedModel | None) -> ServedModel:
+def check_model(name: str, served: ServedModel | None, away_seconds: float = 0.0) -> ServedModel:
     """The model a request names; empty means the only one. Raises UnknownModel, NoModelServed."""
     if served is None:
-        raise NoModelServed
+        raise NoModelServed(away_seconds)
     if name not in ("", served.name):
         raise UnknownModel(name, [served.name])
     return served

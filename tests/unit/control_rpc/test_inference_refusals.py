@@ -30,6 +30,7 @@ from tests.support.gate import Gate
 from twinplane.inference.v1.inference_pb2 import (
     Chat,
     ChatMessage,
+    CompleteRequest,
     DetokenizeRequest,
     ListModelsRequest,
     TokenizeRequest,
@@ -89,7 +90,23 @@ async def test_no_worker_yet(edge: Edge) -> None:
         answer = await refusal_of(edge.stub, request)
         assert answer.code is grpc.StatusCode.UNAVAILABLE
         assert answer.retry_seconds == 1.0
+        assert answer.message == "no model is served yet: no worker has come"
     assert (await edge.stub.ListModels(ListModelsRequest())).models == []
+
+
+async def test_a_worker_that_is_away(edge: Edge) -> None:
+    edge.engine.model = None
+    for seconds, said in ((0.4, "1 s"), (12.4, "12 s"), (3600.0, "3600 s")):
+        edge.servicer._away_seconds = lambda seconds=seconds: seconds  # type: ignore[misc]
+        for request in (
+            generate_request(),
+            CompleteRequest(text="a"),
+            TokenizeRequest(text="a"),
+            DetokenizeRequest(token_ids=[1]),
+        ):
+            answer = await refusal_of(edge.stub, request)
+            assert (answer.info.reason, answer.retry_seconds) == ("NO_WORKER", 1.0)
+            assert answer.message == f"no model is served: its worker has been away for {said}"
 
 
 @pytest.mark.parametrize(
