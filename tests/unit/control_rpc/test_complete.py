@@ -54,6 +54,7 @@ async def test_an_answer_is_whole(edge: Edge) -> None:
         model="tiny",
         arithmetic_changed=True,
     )
+    await edge.wait_counted()
     assert edge.calls == [("Complete", "OK")]
     assert edge.engine.finished == []
     assert edge.door.held_bytes == edge.engine.reserved == 0

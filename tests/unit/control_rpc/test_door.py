@@ -34,6 +34,7 @@ async def test_a_full_queue_answers_before_any_of_the_message_is_there(edge: Edg
             await asyncio.wait_for(call.read(), PATIENCE)
     answer = refused(error.value)
     assert (answer.code, answer.info.reason, answer.retry_seconds) == (EXHAUSTED, "QUEUE_FULL", 2.5)
+    await edge.wait_counted()
     assert edge.calls == [("Generate", "RESOURCE_EXHAUSTED")]
 
 
@@ -143,5 +144,6 @@ async def test_a_packed_request_counts_for_what_it_holds_unpacked(edge: Edge) ->
             await channel.unary_stream(GENERATE)(packed).read()
     answer = refused(error.value)
     assert (answer.code, answer.info.reason) == (EXHAUSTED, "MESSAGE_TOO_LARGE")
+    await edge.wait_counted()
     assert edge.calls == [("Generate", "RESOURCE_EXHAUSTED")]
     assert not edge.engine.requests

@@ -79,6 +79,7 @@ async def test_a_generation_from_start_to_end(edge: Edge) -> None:
             prompt_token_count=3, cached_prompt_token_count=2, completion_token_count=len(tokens)
         ),
     )
+    await edge.wait_counted()
     assert edge.calls == [("Generate", "OK")]
     assert not edge.engine.finished
 

@@ -76,6 +76,7 @@ async def test_the_engines_refusals(
     answer = await refusal_of(edge.stub, generate_request())
     assert (answer.code, answer.info.reason, answer.retry_seconds) == (code, reason, retry)
     assert answer.message == str(error)
+    await edge.wait_counted()
     assert edge.calls == [("Generate", code.name)]
     assert not edge.engine.finished, "nothing was submitted, nothing is freed"
 

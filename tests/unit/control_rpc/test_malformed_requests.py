@@ -109,6 +109,7 @@ async def test_a_call_without_a_message_is_refused(edge: Edge) -> None:
         "the call has no message",
     )
     assert error_details_pb2.BadRequest in answer.details
+    await edge.wait_counted()
     assert edge.calls == [("Generate", "INVALID_ARGUMENT")]
 
 

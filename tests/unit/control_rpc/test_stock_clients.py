@@ -88,6 +88,7 @@ async def test_they_come_back_when_they_are_asked_to(
     ):
         assert await call(inference_pb2_grpc.InferenceServiceStub(channel))
     assert len(engine.requests) == 1
+    await edge.wait_counted(2)
     assert [code for _, code in edge.calls][1:] == ["OK"]
 
 
@@ -97,6 +98,7 @@ async def test_what_waiting_does_not_mend_is_not_tried_again(edge: Edge) -> None
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Complete(pb.CompleteRequest(text=""))
+    await edge.wait_counted()
     assert edge.calls == [("Complete", "INVALID_ARGUMENT")]
 
 
