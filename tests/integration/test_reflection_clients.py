@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,14 @@ def json_documents(text: str) -> list[dict[str, Any]]:
 # --- grpcurl ------------------------------------------------------------------------------------
 
 
-def grpcurl(address: str, *arguments: str, request: object = None) -> str:
-    """Runs the grpcurl of the development extra. Raises CalledProcessError."""
-    flags = ["-plaintext", "-max-time", "60"]
+def grpcurl(
+    address: str, *arguments: str, request: object = None, protos: Sequence[str] = ()
+) -> str:
+    """Runs the grpcurl of the development extra. Raises CalledProcessError.
+
+    `protos` are flags that name files; without them it knows only what reflection says.
+    """
+    flags = ["-plaintext", "-max-time", "60", *protos]
     if address.startswith("unix:"):
         flags.append("-unix")
         address = address.removeprefix("unix:")
@@ -107,6 +113,34 @@ def test_grpcurl_generates(simulated_planes: Planes) -> None:
     assert last["finished"]["usage"]["completion_token_count"] == 5
 
 
+def test_grpcurl_completes_as_it_generates(simulated_planes: Planes) -> None:
+    streamed = json_documents(
+        grpcurl(simulated_planes.address, f"{INFERENCE}/Generate", request=GREEDY)
+    )
+    (whole,) = json_documents(
+        grpcurl(simulated_planes.address, f"{INFERENCE}/Complete", request=GREEDY)
+    )
+    deltas = [each["delta"] for each in streamed[1:-1]]
+    assert whole["text"] == "".join(delta.get("text", "") for delta in deltas)
+    assert whole["token_ids"] == [token for each in deltas for token in each.get("token_ids", ())]
+    assert whole["reason"] == "FINISH_REASON_LENGTH"
+    assert whole["usage"]["completion_token_count"] == 5
+    assert whole["model"] == "tiny"
+
+
+def test_grpcurl_is_told_which_plane_it_asks(simulated_planes: Planes) -> None:
+    for address, method, served in (
+        (simulated_planes.worker_address, f"{INFERENCE}/ListModels", RUNNER),
+        (simulated_planes.address, f"{RUNNER}/GetWorkerInfo", INFERENCE),
+    ):
+        protos = ["-import-path", str(ROOT / "protos")]
+        folder = "inference/v1/inference" if served == RUNNER else "worker/v1/model_runner"
+        with pytest.raises(subprocess.CalledProcessError) as caught:
+            grpcurl(address, method, protos=[*protos, "-proto", f"twinplane/{folder}.proto"])
+        assert "Unimplemented" in caught.value.stderr
+        assert f"it serves {served}" in caught.value.stderr
+
+
 def test_grpcurl_sees_which_field_is_wrong(simulated_planes: Planes) -> None:
     wrong = {**GREEDY, "sampling": {"top_p": 1.5}}
     with pytest.raises(subprocess.CalledProcessError) as caught:
@@ -157,6 +191,14 @@ def test_node_generates_what_grpcurl_does(node: str, simulated_planes: Planes) -
         token for each in by_grpcurl[1:-1] for token in each["delta"].get("token_ids", ())
     ]
     assert len(tokens) == 5
+
+
+def test_node_completes_in_one_answer(node: str, simulated_planes: Planes) -> None:
+    (whole,) = run_node(node, simulated_planes, "complete", GREEDY)
+    streamed = run_node(node, simulated_planes, "generate", GREEDY)
+    assert whole["text"] == "".join(each["delta"]["text"] for each in streamed[1:-1])
+    assert whole["reason"] == "FINISH_REASON_LENGTH"
+    assert "matched" not in whole
 
 
 def test_node_leaves_a_generation(node: str, simulated_planes: Planes) -> None:

@@ -32,8 +32,11 @@ class MessageDict(TypedDict):
 Conversation: TypeAlias = Sequence[Message | MessageDict]
 """The turns of a conversation, oldest first."""
 
-Prompt: TypeAlias = str | Sequence[int] | Conversation
-"""Plain text, token ids taken as they are, or a conversation."""
+Prompt: TypeAlias = str | Sequence[int | Message | MessageDict]
+"""Plain text, token ids taken as they are, or a conversation.
+
+One sequence type and not two, or mypy takes no list of dicts as it stands in a call.
+"""
 
 
 @dataclass(frozen=True, slots=True)
