@@ -6,13 +6,21 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.planes import ROOT, Planes
+from tests.support.planes import (
+    ROOT,
+    START_SECONDS,
+    Plane,
+    Planes,
+    free_port,
+    is_serving,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -167,9 +175,11 @@ def node() -> str:
     return program
 
 
-def run_node(node: str, planes: Planes, method: str, request: object) -> list[dict[str, Any]]:
+def run_node(
+    node: str, address: str, method: str, request: object, *more: str
+) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [node, NODE / "client.mjs", planes.address, method, json.dumps(request)],
+        [node, NODE / "client.mjs", address, method, json.dumps(request), *more],
         capture_output=True,
         text=True,
         timeout=90,
@@ -180,7 +190,7 @@ def run_node(node: str, planes: Planes, method: str, request: object) -> list[di
 
 def test_node_generates_what_grpcurl_does(node: str, simulated_planes: Planes) -> None:
     request = {**GREEDY, "sampling": {"seed": "18446744073709551615"}}
-    first, *deltas, last = run_node(node, simulated_planes, "generate", request)
+    first, *deltas, last = run_node(node, simulated_planes.address, "generate", request)
     assert first["started"]["seed"] == "18446744073709551615"
     tokens = [token for each in deltas for token in each["delta"]["token_ids"]]
     assert last["finished"]["reason"] == "FINISH_REASON_LENGTH"
@@ -194,8 +204,8 @@ def test_node_generates_what_grpcurl_does(node: str, simulated_planes: Planes) -
 
 
 def test_node_completes_in_one_answer(node: str, simulated_planes: Planes) -> None:
-    (whole,) = run_node(node, simulated_planes, "complete", GREEDY)
-    streamed = run_node(node, simulated_planes, "generate", GREEDY)
+    (whole,) = run_node(node, simulated_planes.address, "complete", GREEDY)
+    streamed = run_node(node, simulated_planes.address, "generate", GREEDY)
     assert whole["text"] == "".join(each["delta"]["text"] for each in streamed[1:-1])
     assert whole["reason"] == "FINISH_REASON_LENGTH"
     assert "matched" not in whole
@@ -203,20 +213,52 @@ def test_node_completes_in_one_answer(node: str, simulated_planes: Planes) -> No
 
 def test_node_leaves_a_generation(node: str, simulated_planes: Planes) -> None:
     endless = {"text": "Hello", "stop": {"ignore_end_of_sequence": True}}
-    answers = run_node(node, simulated_planes, "cancel", endless)
+    answers = run_node(node, simulated_planes.address, "cancel", endless)
     assert answers[-1]["error"]["code"] == "CANCELLED"
     assert not any("finished" in answer for answer in answers)
 
 
 def test_node_tokenizes_and_back(node: str, simulated_planes: Planes) -> None:
     text = "naïve 🙂 日本"
-    (tokens,) = run_node(node, simulated_planes, "tokenize", {"text": text})
+    (tokens,) = run_node(node, simulated_planes.address, "tokenize", {"text": text})
     request = {"token_ids": tokens["token_ids"]}
-    assert run_node(node, simulated_planes, "detokenize", request) == [{"text": text}]
+    assert run_node(node, simulated_planes.address, "detokenize", request) == [{"text": text}]
 
 
 def test_node_gets_the_status_of_what_is_refused(node: str, simulated_planes: Planes) -> None:
-    (answer,) = run_node(node, simulated_planes, "generate", {"text": "x", "model": "absent"})
+    (answer,) = run_node(
+        node, simulated_planes.address, "generate", {"text": "x", "model": "absent"}
+    )
     assert answer["error"]["code"] == "NOT_FOUND"
-    (answer,) = run_node(node, simulated_planes, "generate", {"stop": {"max_tokens": 1}})
+    (answer,) = run_node(node, simulated_planes.address, "generate", {"stop": {"max_tokens": 1}})
     assert answer["error"]["code"] == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize("method", ["generate", "complete"])
+def test_node_waits_as_it_is_asked(
+    node: str, tiny_model: Path, tmp_path: Path, method: str
+) -> None:
+    """Its own backoff would take minutes; the call has one, and the server asks for a second."""
+    policy = {
+        "maxAttempts": 3, "initialBackoff": "600s", "maxBackoff": "600s", "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }  # fmt: skip
+    config = {"methodConfig": [{"name": [{"service": INFERENCE}], "retryPolicy": policy}]}
+    address = f"127.0.0.1:{free_port()}"
+    log = tmp_path / "control.log"
+    plane = Plane(
+        ["control", "--model", str(tiny_model), "--worker", f"unix:{tmp_path}/none.sock",
+         "--port", address.rpartition(":")[2], "--metrics-port", str(free_port())],
+        log,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not is_serving(address, "liveness"):
+            assert time.monotonic() < deadline, plane.log_end()
+            time.sleep(0.05)
+        (answer,) = run_node(node, address, method, GREEDY, json.dumps(config))
+    finally:
+        plane.stop()
+    assert answer["error"]["code"] == "UNAVAILABLE"
+    assert "no worker has come" in answer["error"]["message"]
+    assert log.read_text().count('"NO_WORKER"') == policy["maxAttempts"]

@@ -4,6 +4,8 @@
 //   node client.mjs ADDRESS cancel   '{"text": "Once"}'     leaves after the first delta
 //   node client.mjs ADDRESS tokenize | detokenize | listModels   '{…}'
 //
+// A fourth argument is a service config, and turns gRPC's own retries on.
+//
 // Prints one JSON line per message, and {"error": …} with the status of a call that failed.
 import { fileURLToPath } from "node:url";
 import grpc from "@grpc/grpc-js";
@@ -20,8 +22,9 @@ const definition = protoLoader.loadSync("twinplane/inference/v1/inference.proto"
 });
 const { InferenceService } = grpc.loadPackageDefinition(definition).twinplane.inference.v1;
 
-const [address, method, request] = process.argv.slice(2);
-const client = new InferenceService(address, grpc.credentials.createInsecure());
+const [address, method, request, serviceConfig] = process.argv.slice(2);
+const options = serviceConfig ? { "grpc.service_config": serviceConfig } : {};
+const client = new InferenceService(address, grpc.credentials.createInsecure(), options);
 const deadline = () => ({ deadline: Date.now() + 60_000 });
 const print = (value) => console.log(JSON.stringify(value));
 const printError = (error) =>
