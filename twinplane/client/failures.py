@@ -37,6 +37,7 @@ _ERRORS: dict[grpc.StatusCode, type[TwinplaneError]] = {
 
 SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _WORKER_SERVICE = "twinplane.worker.v1.ModelRunnerService"
+_TOO_LARGE = "message larger than max"
 _NO_METHOD = reason_name(ERROR_REASON_METHOD_NOT_FOUND)
 
 
@@ -55,7 +56,8 @@ class Failures:
         `timeout` is the call's, in seconds; `cancelled` says that its caller cancelled it.
         """
         status = read(failure)
-        return _ERRORS.get(status.code, InternalError)(
+        kind = InvalidRequest if _is_too_large(status) else _ERRORS.get(status.code, InternalError)
+        return kind(
             self._message(status, timeout, cancelled=cancelled),
             reason=status.reason,
             metadata=status.metadata,
@@ -84,6 +86,11 @@ class Failures:
                 return self._wrong_server(status)
             case Status(reason=reason) if reason:
                 return status.message
+            case _ if _is_too_large(status):
+                sizes = status.message.partition(_TOO_LARGE)[2].strip()
+                if status.message.startswith("CLIENT: Received"):
+                    return f"the answer has more bytes than this client takes {sizes}: stream it"
+                return f"the request has more bytes than can be sent {sizes}"
             case Status(code=grpc.StatusCode.CANCELLED) if self.client_closed:
                 return "the client was closed while the call ran"
             case Status(code=grpc.StatusCode.CANCELLED) if cancelled:
@@ -108,3 +115,9 @@ class Failures:
                 " that uses this worker"
             )
         return f"the server at {address} is no control plane; it serves {', '.join(services)}"
+
+
+def _is_too_large(status: Status) -> bool:
+    """Whether the library refused a message for its size, on either side."""
+    is_librarys = status.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not status.reason
+    return is_librarys and _TOO_LARGE in status.message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,29 @@ def test_what_a_newer_server_adds_is_passed_over(call: Call, service: ScriptedIn
     service.scripts.append([started(), unknown_event, delta("a", 1), unknown_reason])
     result = call("generate", "x")
     assert (result.text, result.finish_reason) == ("a", FinishReason.UNKNOWN)
+
+
+MANY = 5_000_000
+"""Characters beyond what a server takes by gRPC's own default."""
+
+
+@pytest.mark.parametrize("method", ["generate", "complete", "tokenize"])
+def test_a_request_that_is_too_large_is_wrong_and_tried_once(
+    call: Call, service: ScriptedInference, sleeps: list[float], method: str
+) -> None:
+    with pytest.raises(twinplane.InvalidRequest) as caught:
+        call(method, "x" * MANY)
+    assert re.fullmatch(
+        r"the request has more bytes than can be sent \(50000\d\d vs\. 4194304\)", str(caught.value)
+    )
+    assert sleeps == []
+    assert service.requests == []
+
+
+def test_an_answer_that_is_too_large_says_so(call: Call, service: ScriptedInference) -> None:
+    service.scripts.append([started(), delta("x" * 68_000_000, 1), finished()])
+    with pytest.raises(twinplane.InvalidRequest, match="more bytes than this client takes"):
+        call("complete", "x")
 
 
 def test_nobody_listens(sleeps: list[float]) -> None:
