@@ -26,9 +26,9 @@ BENCHES ?= all
 REVISION ?=
 # What the newest releases of others could break, without torch: the wire, the client, the control
 # plane, the simulated worker.
-NEWEST_TESTS := tests/contract tests/unit/control_rpc tests/unit/worker_facade tests/unit/shell \
-  tests/unit/observability tests/unit/text $(wildcard tests/unit/twinplane/test_client_*.py \
-  tests/unit/twinplane/test_grpc_*.py) tests/unit/twinplane/test_settings.py
+NEWEST_TESTS := tests/contract tests/unit/worker_facade/test_worker_*.py \
+  $(addprefix tests/unit/control_rpc/test_,control_server.py inference_edge.py worker_client.py worker_convert.py) \
+  $(wildcard tests/unit/twinplane/test_client_*.py tests/unit/twinplane/test_grpc_*.py)
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help

@@ -271,6 +271,12 @@ class AsyncGeneration(BaseGeneration[_Stream]):
         self._sleep = sleep
         self._home = Home.here()
 
+    def __del__(self) -> None:
+        # gRPC's call cancels itself when nobody keeps it, but newer releases keep it themselves.
+        home = getattr(self, "_home", None)  # there once the call has been started
+        if home is not None and home.is_here():
+            self._stream.cancel()
+
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
         try:

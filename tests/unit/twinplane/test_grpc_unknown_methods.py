@@ -38,7 +38,7 @@ async def _call(channel: grpc.aio.Channel, method: str, kind: str) -> object:
 async def test_it_is_unimplemented_and_names_the_services(method: str) -> None:
     counted: list[str] = []
     interceptor = StatusInterceptor(
-        lambda error: None, lambda name, code: counted.append(name), lambda: "error"
+        lambda error: None, lambda end: counted.append(end.method), lambda: "error"
     )
 
     async def answer(request: object, context: object) -> object:
