@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     planes.add_arguments(parser)
     namespace = parser.parse_args(argv)
     try:
-        control = planes.resolve_control(planes.control_flags(namespace), os.environ)
         worker = planes.resolve_worker(planes.worker_flags(namespace), os.environ)
+        control = planes.resolve_control(planes.control_flags(namespace), os.environ, worker)
     except SettingsError as error:
         parser.exit(2, f"twinplane doctor: {error}\n")
     findings = [finding for check in _checks(control, worker) for finding in check()]

@@ -83,8 +83,9 @@ def _up(
         namespace, worker=f"unix:{worker_socket}", exit_with_parent=True
     )
     worker_flags = planes.worker_flags(namespace, uds=str(worker_socket), exit_with_parent=True)
-    control = planes.resolve_control(control_flags, environ)
     worker = planes.resolve_worker(worker_flags, environ)
+    control = planes.resolve_control(control_flags, environ, worker)
+    control_flags.model = control.model
     if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
         raise SettingsError(
             f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "

@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache, cache_root
-from twinplane.models.catalogue import CATALOGUE, SMOLLM2_135M_INSTRUCT, WheelModel
+from twinplane.models.catalogue import (
+    CATALOGUE,
+    SIMULATED_MODEL,
+    SMOLLM2_135M_INSTRUCT,
+    WheelModel,
+)
 from twinplane.models.errors import (
     CacheUnusable,
     ConversionUnsupported,
@@ -28,6 +33,7 @@ DEFAULT_MODEL = SMOLLM2_135M_INSTRUCT.name
 __all__ = [
     "CATALOGUE",
     "DEFAULT_MODEL",
+    "SIMULATED_MODEL",
     "CacheUnusable",
     "ConversionUnsupported",
     "HashMismatch",
@@ -49,10 +55,11 @@ __all__ = [
 def resolve(name_or_path: str, progress: Progress | None = None) -> Path:
     """The folder of a model: config.json, safetensors, tokenizer files.
 
-    A folder is returned as it is. A .gguf file is converted into the cache the first time. A
-    catalogue name or a hub id (`org/name`) is looked up on this machine only. The call blocks; a
-    first conversion takes seconds to minutes. Raises ModelNotFound (its message says how to get the
-    model), ModelInvalid, ConversionUnsupported or CacheUnusable.
+    A folder is returned as it is, and so is the built-in one of the simulated model. A .gguf file
+    is converted into the cache the first time. A catalogue name or a hub id (`org/name`) is looked
+    up on this machine only. The call blocks; a first conversion takes seconds to minutes. Raises
+    ModelNotFound (its message says how to get the model), ModelInvalid, ConversionUnsupported or
+    CacheUnusable.
     """
     return _store().resolve(name_or_path, progress or NoProgress())
 

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache
-from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
+from twinplane.models.catalogue import (
+    CATALOGUE,
+    SIMULATED_FOLDER,
+    SIMULATED_MODEL,
+    WheelModel,
+    find_in_catalogue,
+)
 from twinplane.models.errors import ModelInvalid, ModelNotFound
 from twinplane.models.folder import (
     CONFIG_NAME,
@@ -51,6 +57,8 @@ class ModelStore:
 
     def resolve(self, name_or_path: str, progress: Progress) -> Path:
         """See `twinplane.models.resolve`."""
+        if name_or_path == SIMULATED_MODEL:  # ./simulated names a folder
+            return SIMULATED_FOLDER
         try:
             path = Path(expand(name_or_path))
         except NoHomeFolder as error:
@@ -80,6 +88,8 @@ class ModelStore:
 
     def pull(self, name: str, progress: Progress) -> Path:
         """See `twinplane.models.pull`."""
+        if name == SIMULATED_MODEL:
+            return SIMULATED_FOLDER
         if model := find_in_catalogue(name, self._catalogue):
             return self._whole(
                 model.name,
