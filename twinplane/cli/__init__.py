@@ -55,6 +55,7 @@ _GROUPS = (
         (
             _Command("generate", "complete a prompt", "twinplane.cli.generate"),
             _Command("chat", "talk to a model", "twinplane.cli.chat"),
+            _Command("status", "what a running server serves", "twinplane.cli.status"),
         ),
     ),
     (
