@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from twinplane import models
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0. Raises ModelError."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane model", description="Pull and list models.", allow_abbrev=False
     )
@@ -23,6 +23,12 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     listing = commands.add_parser("list", help="models on this machine")
     listing.add_argument("--json", action="store_true", help="one JSON array")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0. Raises ModelError."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     if namespace.command == "pull":
         return _pull(namespace.name)

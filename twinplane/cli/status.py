@@ -16,24 +16,24 @@ if TYPE_CHECKING:
 _TIMEOUT_SECONDS = 5.0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command's flags."""
-    made = argparse.ArgumentParser(
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
+    parser = argparse.ArgumentParser(
         prog="twinplane status",
         usage="%(prog)s [options]",
         description="Say whether a server is ready and what it serves; a worker's address will do.",
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "--address", default=DEFAULT_ADDRESS,
         help="host:port or unix:PATH of the server (default: %(default)s)",
     )  # fmt: skip
-    made.add_argument(
+    parser.add_argument(
         "--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="X",
         help="seconds to wait for an answer (default: %(default)g)",
     )  # fmt: skip
-    made.add_argument("--json", action="store_true", help="one JSON object")
-    return made
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    return parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
 
     Exits with 2 for wrong usage.
     """
-    flags = parser()
-    namespace = flags.parse_args(argv)
+    parser = command_line()
+    namespace = parser.parse_args(argv)
     if not 0 < namespace.timeout <= 3600:
-        flags.error("--timeout must be above 0 and at most 3600 seconds")
+        parser.error("--timeout must be above 0 and at most 3600 seconds")
     quiet_grpc()
     from twinplane.cli.server_report import fetch
 

@@ -39,8 +39,8 @@ _STOP_MARGIN_SECONDS = 5.0
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane up",
         usage="%(prog)s [options]",
@@ -49,6 +49,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
     planes.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
