@@ -141,7 +141,7 @@ def _simulated_shape(config: WorkerConfig) -> _Shape:
     """That of the model, which must be on this machine, unless the vocabulary is given."""
     if config.simulate_vocabulary_size is not None:
         return _Shape(config.simulate_vocabulary_size, _DEFAULT_LENGTH, "Simulated")
-    return _read_shape(models.resolve(config.model))
+    return _read_shape(models.resolve(config.model, weights=False))
 
 
 def _read_shape(folder: Path) -> _Shape:

@@ -61,7 +61,12 @@ _GROUPS = (
     (
         "manage",
         (
-            _Command("model", "pull and list models", "twinplane.cli.model", Extra.CONTROL),
+            _Command(
+                "model",
+                "pull, list, show and remove models",
+                "twinplane.cli.model",
+                Extra.CONTROL,
+            ),
             _Command("doctor", "check this machine and say what to fix", "twinplane.cli.doctor"),
             _Command("completion", "let a shell complete commands", "twinplane.cli.completion"),
         ),

@@ -98,7 +98,8 @@ def _up(
             "or add --simulate"
         )
     for name in dict.fromkeys((control.model, worker.model)):
-        _ensure_model(name, pull=namespace.pull)
+        needs_weights = name == worker.model and not worker.simulate
+        _ensure_model(name, pull=namespace.pull, weights=needs_weights)
 
     port = _listening_port(control)
     control_flags.port = str(port)
@@ -140,7 +141,7 @@ def _plane(
     )
 
 
-def _ensure_model(name: str, *, pull: bool) -> None:
+def _ensure_model(name: str, *, pull: bool, weights: bool) -> None:
     """Makes sure that the model is on this machine. Raises ModelNotFound, which says how to pull.
 
     A GGUF file is converted now, where the user sees the progress, instead of in both planes at
@@ -148,11 +149,11 @@ def _ensure_model(name: str, *, pull: bool) -> None:
     """
     with progress.shown() as shown:
         try:
-            models.resolve(name, shown)
+            models.resolve(name, shown, weights=weights)
         except models.ModelNotFound:
             if not pull:
                 raise
-            models.pull(name, shown)
+            models.pull(name, shown, weights=weights)
 
 
 def _listening_port(control: ControlConfig) -> int:

@@ -47,7 +47,7 @@ def completed(script: Path, words: Sequence[str], cwd: Path | None = None) -> se
 def test_it_completes_every_command(script: Path) -> None:
     assert completed(script, [""]) >= set(cli.commands())
     assert completed(script, ["sta"]) == {"status"}
-    assert completed(script, ["model", ""]) >= {"pull", "list"}
+    assert completed(script, ["model", ""]) >= {"pull", "list", "show", "rm"}
 
 
 @pytest.mark.parametrize("command", sorted(cli.commands()))
