@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from enum import Enum
 
 import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
-from twinplane.client.failures import error_of
-from twinplane.client.retry import RetryPolicy
+from twinplane.cli.connection import Connection
+from twinplane.client import health
+from twinplane.client.channel import OPTIONS
+from twinplane.client.endpoint import Endpoint, checked_address
+from twinplane.client.failures import Failures
 from twinplane.client.sync import Client
-from twinplane.errors import ModelNotFound, TwinplaneError, Unavailable
-from twinplane.grpc.options import NO_PROXY
-from twinplane.grpc.status import read
-from twinplane.paths import expand_address
+from twinplane.client.values import Health
+from twinplane.errors import ModelNotFound, TwinplaneError, Unavailable, WrongServer
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, model_runner_pb2_grpc
 
 _CONTROL, _WORKER = "control plane", "worker"
 _LOST = "its worker was lost a moment ago, or it shuts down: requests wait or are refused"
-
-
-class _Service(Enum):
-    """How a control plane is told from a worker: by the service that it knows the health of."""
-
-    CONTROL = "twinplane.inference.v1.InferenceService"
-    WORKER = "twinplane.worker.v1.ModelRunnerService"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,46 +59,24 @@ class Report:
         }
 
 
-def fetch(address: str, timeout: float) -> Report:
+def fetch(connection: Connection, timeout: float) -> Report:
     """Asks the server; `timeout` in seconds bounds each of its answers.
 
     Raises a TwinplaneError where there is no server, or one that is neither plane.
     """
-    target = expand_address(address)
-    with grpc.insecure_channel(target, (NO_PROXY,)) as channel:
+    with connection.client() as client:
         try:
-            ready = _health(channel, _Service.CONTROL, timeout)
-            if ready is not None:
-                return _control(address, ready, timeout)
-            ready = _health(channel, _Service.WORKER, timeout)
-        except grpc.RpcError as failure:
-            raise error_of(failure) from failure
-        if ready is None:
-            raise Unavailable(
-                f"the server at {address} is no part of Twinplane", reason="NOT_TWINPLANE"
-            )
-        return _worker(channel, address, ready, timeout)
+            return _control(client, connection.address, timeout)
+        except WrongServer as error:
+            if connection.is_secure:  # no worker speaks TLS
+                raise
+            return _worker(checked_address(connection.address), timeout, error)
 
 
-def _health(channel: grpc.Channel, service: _Service, timeout: float) -> bool | None:
-    """Whether the service takes requests; None where the server has none of that name.
-
-    Raises grpc.RpcError.
-    """
-    request = health_pb2.HealthCheckRequest(service=service.value)
-    try:
-        answer = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout)
-    except grpc.RpcError as failure:
-        if read(failure).code in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNIMPLEMENTED):
-            return None
-        raise
-    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _control(address: str, ready: bool, timeout: float) -> Report:
-    with Client(address, timeout=timeout, retry=RetryPolicy(max_attempts=1)) as client:
-        served = client.list_models()
-        reason = "" if ready else _refusal(client) or _LOST
+def _control(client: Client, address: str, timeout: float) -> Report:
+    ready = client.health(timeout=timeout) is Health.SERVING
+    served = client.list_models(timeout=timeout)
+    reason = "" if ready else _refusal(client, timeout) or _LOST
     models = tuple(
         ReportedModel(
             model.name,
@@ -122,10 +93,10 @@ def _control(address: str, ready: bool, timeout: float) -> Report:
     return Report(address, _CONTROL, ready, reason, facts, models)
 
 
-def _refusal(client: Client) -> str:
+def _refusal(client: Client, timeout: float) -> str:
     """What a request hears now, in the server's own words; empty where one would be taken."""
     try:
-        client.tokenize("a")
+        client.tokenize("a", timeout=timeout)
     except (Unavailable, ModelNotFound) as error:
         return _line(error)
     except TwinplaneError:
@@ -133,15 +104,20 @@ def _refusal(client: Client) -> str:
     return ""
 
 
-def _worker(channel: grpc.Channel, address: str, ready: bool, timeout: float) -> Report:
-    stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
-    try:
-        response = stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout)
-    except grpc.RpcError as failure:
-        error = error_of(failure)
-        if not isinstance(error, Unavailable) or not error.reason:
-            raise error from failure
-        return Report(address, _WORKER, False, _line(error), (), ())
+def _worker(address: str, timeout: float, wrong: WrongServer) -> Report:
+    """The report of a worker. Raises `wrong` for a server that is none either."""
+    with grpc.insecure_channel(address, OPTIONS) as channel:
+        stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        check = channel.unary_unary(health.CHECK, health.serialize, health.parse)
+        try:
+            answer: Int32Value = check(StringValue(), timeout=timeout)
+            response = stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout)
+        except grpc.RpcError as failure:
+            error = Failures(Endpoint(address, is_secure=False)).error_of(failure, timeout)
+            if not isinstance(error, Unavailable):
+                raise wrong from failure
+            return Report(address, _WORKER, False, _line(error), (), ())
+    ready = health.health_of(answer) is Health.SERVING
     info: info_pb2.WorkerInfo = response.worker_info
     facts = (
         ("worker id", info.worker_id),

@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from twinplane.cli.connection import add_connection_flags, connection
 from twinplane.cli.request_flags import quiet_grpc
-from twinplane.client.values import DEFAULT_ADDRESS
 
 if TYPE_CHECKING:
     from twinplane.cli.server_report import Report
@@ -24,10 +24,7 @@ def command_line() -> argparse.ArgumentParser:
         description="Say whether a server is ready and what it serves; a worker's address will do.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--address", default=DEFAULT_ADDRESS,
-        help="host:port or unix:PATH of the server (default: %(default)s)",
-    )  # fmt: skip
+    add_connection_flags(parser)
     parser.add_argument(
         "--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="X",
         help="seconds to wait for an answer (default: %(default)g)",
@@ -48,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     quiet_grpc()
     from twinplane.cli.server_report import fetch
 
-    report = fetch(namespace.address, namespace.timeout)
+    report = fetch(connection(namespace), namespace.timeout)
     print(json.dumps(report.as_json(), indent=2) if namespace.json else _for_people(report))
     return 0 if report.ready else 1
 
