@@ -1,4 +1,4 @@
-"""`twinplane up --simulate` serves with nothing at hand: no model, no torch, no home folder."""
+"""`twinplane up --simulate` serves with the control extra alone: no model, no torch, no home."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.unit.twinplane.cli_process import PATIENCE, run
 from twinplane.cli import planes
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 
-ABSENT = ("torch", "transformers", "safetensors", "gguf", "huggingface_hub", "triton")
+ABSENT = ("torch", "transformers", "safetensors", "triton")
 SITE = f"""
 import importlib.abc, sys
 class Absent(importlib.abc.MetaPathFinder):
