@@ -61,7 +61,7 @@ _USUAL_ROWS = 256
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
     try:
-        folder = resolve(config.model)
+        folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
     except (ModelError, ModelFilesInvalid) as error:
         _logger.error("the model can't be served", extra=fields(error=str(error)))

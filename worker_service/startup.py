@@ -22,8 +22,10 @@ from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
 from worker_service.threads import resolve_threads
 
-_DEFAULT_VOCABULARY_SIZE = 32_000
 _DEFAULT_LENGTH = 8_192
+# Only the built-in simulated model has it: its single bytes are read and never written, so that
+# what a simulated worker answers can be read, too.
+_FIRST_TOKEN_KEY = "simulated_first_token_id"
 
 
 class StartupError(Exception):
@@ -32,11 +34,15 @@ class StartupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """What a simulated worker takes from a model's config.json."""
+    """What a simulated worker takes from a model's config.json.
+
+    Its tokens are `first_token` and those behind it.
+    """
 
     vocabulary_size: int
     length: int
     architecture: str
+    first_token: int = 0
 
 
 def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
@@ -120,6 +126,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         block_size=config.block_size,
         architecture=shape.architecture,
         random_seed=config.seed,
+        first_token=shape.first_token,
     )
     latency = SimulatedLatency(
         step=config.simulate_step_ms / 1e3,
@@ -131,25 +138,24 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
 
 
 def _simulated_shape(config: WorkerConfig) -> _Shape:
-    """The shape of the model, which must be on this machine unless it is the default model."""
+    """That of the model, which must be on this machine, unless the vocabulary is given."""
     if config.simulate_vocabulary_size is not None:
         return _Shape(config.simulate_vocabulary_size, _DEFAULT_LENGTH, "Simulated")
-    try:
-        folder = models.resolve(config.model)
-    except models.ModelNotFound:
-        if config.model != models.DEFAULT_MODEL:
-            raise
-        return _Shape(_DEFAULT_VOCABULARY_SIZE, _DEFAULT_LENGTH, "Simulated")
-    return _read_shape(folder)
+    return _read_shape(models.resolve(config.model, weights=False))
 
 
 def _read_shape(folder: Path) -> _Shape:
     reader = ConfigReader(read_config(folder))
     architectures = reader.words("architectures") or ("Simulated",)
+    vocabulary_size = reader.integer("vocab_size")
+    first_token = reader.integer(_FIRST_TOKEN_KEY, 0, minimum=0)
+    if first_token >= vocabulary_size:
+        raise reader.invalid(_FIRST_TOKEN_KEY, f"below vocab_size, {vocabulary_size}")
     return _Shape(
-        vocabulary_size=reader.integer("vocab_size"),
+        vocabulary_size=vocabulary_size,
         length=reader.integer("max_position_embeddings", _DEFAULT_LENGTH),
         architecture=architectures[0],
+        first_token=first_token,
     )
 
 

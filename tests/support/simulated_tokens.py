@@ -11,7 +11,11 @@ from worker_service.simulated.arithmetic import choose, mix, position_weights, p
 
 
 def expected_tokens(
-    prompt: Sequence[int], count: int, sampling: SamplingParameters, vocabulary_size: int
+    prompt: Sequence[int],
+    count: int,
+    sampling: SamplingParameters,
+    vocabulary_size: int,
+    first_token: int = 0,
 ) -> list[int]:
     """The `count` tokens a simulated worker samples after a prompt, whatever the batching."""
     tokens = list(prompt)
@@ -21,5 +25,5 @@ def expected_tokens(
         kv = mix(np.array(tokens, dtype=np.int32), positions.astype(np.int32))
         total = (kv * position_weights(positions)).sum(dtype=np.uint64, keepdims=True)
         preference = preferences(total, seed, np.array([len(tokens)], dtype=np.uint64))
-        tokens.append(int(choose(preference, vocabulary_size)[0]))
+        tokens.append(int(choose(preference, vocabulary_size, first_token)[0]))
     return tokens[len(prompt) :]

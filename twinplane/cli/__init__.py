@@ -55,13 +55,20 @@ _GROUPS = (
         (
             _Command("generate", "complete a prompt", "twinplane.cli.generate"),
             _Command("chat", "talk to a model", "twinplane.cli.chat"),
+            _Command("status", "what a running server serves", "twinplane.cli.status"),
         ),
     ),
     (
         "manage",
         (
-            _Command("model", "pull and list models", "twinplane.cli.model", Extra.CONTROL),
+            _Command(
+                "model",
+                "pull, list, show and remove models",
+                "twinplane.cli.model",
+                Extra.CONTROL,
+            ),
             _Command("doctor", "check this machine and say what to fix", "twinplane.cli.doctor"),
+            _Command("completion", "let a shell complete commands", "twinplane.cli.completion"),
         ),
     ),
 )
@@ -136,6 +143,11 @@ def _discard_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def commands() -> dict[str, tuple[str, str]]:
+    """Every command: its help and its module, by its name."""
+    return {c.name: (c.help, c.module) for _, group in _GROUPS for c in group}
+
+
 def _find(name: str) -> _Command | None:
     return next((c for _, commands in _GROUPS for c in commands if c.name == name), None)
 
@@ -144,7 +156,7 @@ def _help() -> str:
     lines = ["usage: twinplane COMMAND [options]", ""]
     for title, commands in _GROUPS:
         lines.append(f"{title}:")
-        lines += [f"  {command.name:10}{command.help}" for command in commands]
+        lines += [f"  {command.name:11}{command.help}" for command in commands]
         lines.append("")
     lines.append("twinplane COMMAND --help says more; --version prints the version.")
     return "\n".join(lines)

@@ -22,8 +22,8 @@ _HELP = """\
 Ctrl-C stops an answer."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0 after /exit or at the end of the input. Raises TwinplaneError if input is piped."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane chat",
         usage="%(prog)s [options]",
@@ -32,6 +32,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--system", metavar="TEXT", help="instructions to begin with")
     add_request_flags(parser, max_tokens=1024)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after /exit or at the end of the input. Raises TwinplaneError if input is piped."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     quiet_grpc()
 

@@ -28,12 +28,17 @@ class Connection:
     tls_key: str | None = None
     metadata: Mapping[str, str] = field(default_factory=dict, repr=False)
 
+    @property
+    def is_secure(self) -> bool:
+        """Whether TLS is asked for."""
+        return self.tls or any((self.tls_ca, self.tls_cert, self.tls_key))
+
     def client(self) -> Client:
         """A client for it. Raises InvalidAddress, and OSError for a file that can't be read."""
         from twinplane import Client, TlsCredentials
 
         files = (self.tls_ca, self.tls_key, self.tls_cert)
-        credentials = TlsCredentials.from_files(*files) if self.tls or any(files) else None
+        credentials = TlsCredentials.from_files(*files) if self.is_secure else None
         return Client(self.address, credentials=credentials, metadata=self.metadata)
 
 

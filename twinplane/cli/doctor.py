@@ -23,8 +23,8 @@ from twinplane.settings.worker import WorkerConfig
 _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 1 when something stops `twinplane up`, else 0. Exits with 2 for wrong settings."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane doctor",
         usage="%(prog)s [options]",
@@ -33,10 +33,16 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON array")
     planes.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 1 when something stops `twinplane up`, else 0. Exits with 2 for wrong settings."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     try:
-        control = planes.resolve_control(planes.control_flags(namespace), os.environ)
         worker = planes.resolve_worker(planes.worker_flags(namespace), os.environ)
+        control = planes.resolve_control(planes.control_flags(namespace), os.environ, worker)
     except SettingsError as error:
         parser.exit(2, f"twinplane doctor: {error}\n")
     findings = [finding for check in _checks(control, worker) for finding in check()]

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from twinplane import Generation, GenerationResult
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0. Raises TwinplaneError. Ctrl-C cancels the generation."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane generate",
         usage="%(prog)s [PROMPT|-] [options]",
@@ -28,6 +28,12 @@ def main(argv: Sequence[str]) -> int:
     add_request_flags(parser, max_tokens=256)
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     parser.add_argument("-v", "--verbose", action="store_true", help="usage on standard error")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0. Raises TwinplaneError. Ctrl-C cancels the generation."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     prompt = _prompt(namespace.prompt, sys.stdin)
     if prompt is None:

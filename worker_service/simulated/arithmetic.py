@@ -29,9 +29,10 @@ def preferences(sums: Words, seeds: Words, positions: Words) -> Words:
     return scramble(sums ^ scramble(seeds ^ scramble(positions)))
 
 
-def choose(words: Words, vocabulary_size: int) -> IntColumn:
-    """The tokens that preferences stand for, int32 [n]."""
-    return (words % np.uint64(vocabulary_size)).astype(np.int32)
+def choose(words: Words, vocabulary_size: int, first_token: int = 0) -> IntColumn:
+    """The tokens that preferences stand for, int32 [n]: none is below `first_token`."""
+    count = np.uint64(vocabulary_size - first_token)
+    return (words % count).astype(np.int32) + np.int32(first_token)
 
 
 def scramble(values: Words) -> Words:

@@ -18,7 +18,9 @@ from worker_service.simulated.arithmetic import (
 _WRONG_ONE_IN = 3
 
 
-def propose(token_ids: IntColumn, count: int, seed: int, vocabulary_size: int) -> list[int]:
+def propose(
+    token_ids: IntColumn, count: int, seed: int, vocabulary_size: int, first_token: int = 0
+) -> list[int]:
     """`count` drafts behind the tokens int32 [n] of a sequence, whose seed is 0 when it is greedy.
 
     It reads the tokens, not the KV: when the KV is wrong, all drafts are wrong.
@@ -30,7 +32,7 @@ def propose(token_ids: IntColumn, count: int, seed: int, vocabulary_size: int) -
     for position in range(token_ids.size, token_ids.size + count):
         place = np.array([position], dtype=np.uint64)
         preference = preferences(total, np.array([seed], dtype=np.uint64), place)
-        draft = choose(preference, vocabulary_size)
+        draft = choose(preference, vocabulary_size, first_token)
         if _is_wrong(preference):
             draft = (draft + 1) % np.int32(vocabulary_size)
         drafts.append(int(draft[0]))

@@ -76,7 +76,8 @@ class SimulatedLatency:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """What is pretended. `block_count` includes the null block."""
+    """What is pretended. `block_count` includes the null block. No token below `first_token` is
+    ever sampled, unless a mask leaves no other."""
 
     name: str
     vocabulary_size: int
@@ -85,6 +86,7 @@ class SimulatedModel:
     block_size: int = 16
     architecture: str = "Simulated"
     random_seed: int = 0
+    first_token: int = 0
 
 
 class SimulatedRunner:
@@ -111,6 +113,8 @@ class SimulatedRunner:
         # A held row's stand-in for logits.
         self._held: dict[int, np.uint64] = {}
         content = f"twinplane simulated model, vocabulary {model.vocabulary_size}"
+        if model.first_token:
+            content += f", first token {model.first_token}"
         self._weight_version = WeightVersion(1, hashlib.sha256(content.encode()).hexdigest())
 
     def capability(self) -> Capability:
@@ -175,7 +179,7 @@ class SimulatedRunner:
         self._state.require_held(rows, plan.step_id)
         masks = None if plan.masks is None else find_masks(plan.masks, rows, vocabulary)
         held = [self._held.pop(row) for row in rows.tolist()]
-        tokens = choose(np.array(held, dtype=np.uint64), vocabulary)
+        tokens = self._choose(np.array(held, dtype=np.uint64))
         empty = np.zeros(rows.size, dtype=bool)
         if masks is not None:
             allowed_tokens = masks.allowed(vocabulary)
@@ -209,14 +213,16 @@ class SimulatedRunner:
         seeds = self._seeds(rows)
         for row, count, seed in zip(rows.tolist(), counts.tolist(), seeds.tolist(), strict=True):
             tokens = state.token_ids[row, : state.known_counts[row]]
-            drafts += propose(tokens, count, seed, self._model.vocabulary_size)
+            drafts += propose(
+                tokens, count, seed, self._model.vocabulary_size, self._model.first_token
+            )
         state.put_drafts(rows, counts, np.array(drafts, dtype=np.int32))
 
     def _sample(
         self, plan: StepPlan, batch: StepBatch, interest: LogitBatch, preferred: Words
     ) -> StepResult:
         """Takes a token for each position [L], and keeps those that verification leaves."""
-        tokens, rows = choose(preferred, self._model.vocabulary_size), interest.rows
+        tokens, rows = self._choose(preferred), interest.rows
         counts = np.ones_like(rows)
         if plan.scheduled.draft_counts.any():
             kept, rows, counts = kept_tokens(batch, interest, tokens)
@@ -225,6 +231,10 @@ class SimulatedRunner:
             self._state.accept_drafts(rows[verifying], counts[verifying] - 1, plan.step_id)
         self._state.record_sampled(rows, tokens[np.cumsum(counts) - 1], plan.step_id)
         return StepResult(plan.epoch, plan.step_id, rows, counts, tokens)
+
+    def _choose(self, preferred: Words) -> IntColumn:
+        """int32 [n]: the tokens that preferences stand for."""
+        return choose(preferred, self._model.vocabulary_size, self._model.first_token)
 
     def _seeds(self, rows: IntColumn) -> Words:
         """uint64 [n]: 0 for rows that are greedy."""

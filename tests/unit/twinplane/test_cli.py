@@ -42,7 +42,8 @@ def test_help_is_one_screen_and_names_every_command(capsys: pytest.CaptureFixtur
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert len(text.splitlines()) <= 24
-    for name in ("up", "control", "worker", "generate", "chat", "model", "doctor"):
+    for name in ("up", "control", "worker", "generate", "chat", "status", "model", "doctor",
+                 "completion"):  # fmt: skip
         assert re.search(rf"^  {name} ", text, re.M)
 
 
@@ -325,6 +326,7 @@ def test_model_list_and_an_unknown_name(tmp_path: Path) -> None:
             "name": "mine",
             "architecture": "LlamaForCausalLM",
             "bytes": 39,
+            "has_weights": False,
             "folder": str(folder),
         }
     ]

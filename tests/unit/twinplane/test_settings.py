@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.known import known_settings
 from twinplane.settings.resolution import (
@@ -61,6 +62,28 @@ def toml(tmp_path: Path) -> Path:
 
 def test_defaults_when_nothing_is_given() -> None:
     assert ship() == Ship()
+
+
+def test_a_default_that_is_handed_in_loses_to_all_that_is_given(toml: Path) -> None:
+    def handed(*flags: str, environ: dict[str, str] | None = None, file: Path | None = None) -> str:
+        defaults = {"name": "handed"}
+        return resolve(
+            Ship, parse(*flags), environ or {}, file, "ship", known=KNOWN, defaults=defaults
+        ).name
+
+    toml.write_text('name = "top"\n')
+    assert handed() == "handed"
+    assert handed(file=toml) == "top"
+    assert handed(environ={"TWINPLANE_NAME": "environ"}) == "environ"
+    assert handed("--name=flag") == "flag"
+
+
+def test_a_simulated_worker_has_a_model_of_its_own() -> None:
+    assert WorkerConfig().model == DEFAULT_MODEL
+    assert WorkerConfig(simulate=True).model == SIMULATED_MODEL
+    assert WorkerConfig(simulate=True, model=DEFAULT_MODEL).model == DEFAULT_MODEL
+    with pytest.raises(ValueError, match="model simulated has no weights: add --simulate"):
+        WorkerConfig(model=SIMULATED_MODEL)
 
 
 def test_flag_beats_environment_beats_own_table_beats_top_beats_default(toml: Path) -> None:

@@ -67,6 +67,7 @@ class Controller:
     rows: list[Row]
     depth: int
     rng: random.Random
+    first_token: int = 0
     step_id: int = 0
     flight: list[tuple[StepPlan, StepResult]] = field(default_factory=list)
     accepted: int = 0
@@ -128,7 +129,9 @@ class Controller:
     def guesses(self, row: Row, position: int, count: int) -> list[int]:
         """Right ones if the row is where it was planned, until one of them is wrong."""
         ahead = position + count - len(row.prompt)
-        right = expected_tokens(row.prompt, ahead, row.sampling, MODEL.vocabulary_size)
+        right = expected_tokens(
+            row.prompt, ahead, row.sampling, MODEL.vocabulary_size, self.first_token
+        )
         tokens = right[position - len(row.prompt) :]
         return [(token + (self.rng.random() < 0.3)) % MODEL.vocabulary_size for token in tokens]
 
@@ -158,12 +161,20 @@ class Controller:
     depth=st.integers(1, 4),
     literal=st.booleans(),
     seed=st.integers(0, 2**32),
+    first_token=st.sampled_from([0, 9, 22]),
 )
 def test_tokens_are_those_without_drafts(
-    prompts: list[list[int]], chunk: int, most_drafts: int, depth: int, literal: bool, seed: int
+    prompts: list[list[int]],
+    chunk: int,
+    most_drafts: int,
+    depth: int,
+    literal: bool,
+    seed: int,
+    first_token: int,
 ) -> None:
     rows = [Row(prompt, (GREEDY, SEEDED)[n % 2]) for n, prompt in enumerate(prompts)]
-    controller = Controller(simulated_runner(model=MODEL), rows, depth, random.Random(seed))
+    runner = simulated_runner(model=replace(MODEL, first_token=first_token))
+    controller = Controller(runner, rows, depth, random.Random(seed), first_token)
     for _ in range(20 // chunk + 16):
         controller.step(chunk, most_drafts, literal)
     while controller.flight:
@@ -171,8 +182,11 @@ def test_tokens_are_those_without_drafts(
     for row in rows:
         count = len(row.tokens) - len(row.prompt)
         assert count >= 16
-        expected = expected_tokens(row.prompt, count, row.sampling, MODEL.vocabulary_size)
+        expected = expected_tokens(
+            row.prompt, count, row.sampling, MODEL.vocabulary_size, first_token
+        )
         assert row.tokens == row.prompt + expected
+        assert min(expected) >= first_token
 
 
 @pytest.mark.parametrize("literal", [False, True])

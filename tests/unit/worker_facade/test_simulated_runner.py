@@ -95,6 +95,8 @@ def test_only_draws_depend_on_the_seed() -> None:
 def test_every_token_comes_up() -> None:
     tokens = expected_tokens([1], 2000, GREEDY, 101)
     assert set(tokens) == set(range(101))
+    tokens = expected_tokens([1], 2000, GREEDY, 101, first_token=7)
+    assert set(tokens) == set(range(7, 101))
 
 
 PROMPT = list(range(9))

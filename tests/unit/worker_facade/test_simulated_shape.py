@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from twinplane.models import ModelInvalid
+from tests.support.worker_rig import simulated_runner
+from twinplane.models import SIMULATED_MODEL, ModelInvalid, resolve
 from twinplane.settings.worker import WorkerConfig
 from worker_service.load_errors import CheckpointInvalid
 from worker_service.runner.interface import Runner
+from worker_service.simulated.runner import SimulatedModel
 from worker_service.startup import start_runner
 
 CONFIG = {"architectures": ["NewForCausalLM"], "vocab_size": 90, "max_position_embeddings": 50}
@@ -37,6 +39,24 @@ def test_it_is_as_large_as_the_model(tmp_path: Path) -> None:
 def test_a_wrong_type_is_never_a_value(key: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointInvalid, match=f"{key} is "):
         simulated(tmp_path, **{key: value})
+
+
+@pytest.mark.parametrize("value", [True, "9", 9.5, None, -1, 90, 2**40, [9], {"a": 1}])
+def test_the_first_token_is_one_of_the_vocabulary(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointInvalid, match="simulated_first_token_id is "):
+        simulated(tmp_path, simulated_first_token_id=value)
+
+
+def test_without_a_model_it_has_the_built_in_one() -> None:
+    config = WorkerConfig(simulate=True)
+    assert config.model == SIMULATED_MODEL
+    capability = start_runner(config, lambda line: None).capability()
+    assert capability.model.name == SIMULATED_MODEL
+    assert capability.model.architecture == "Simulated"
+    shape = json.loads((resolve(SIMULATED_MODEL) / "config.json").read_text())
+    assert capability.model.vocabulary_size == shape["vocab_size"]
+    whole = SimulatedModel("", shape["vocab_size"], capability.limits, 9)
+    assert capability.weight_version != simulated_runner(whole).capability().weight_version
 
 
 @pytest.mark.parametrize("value", ["NewForCausalLM", [1], {"a": 1}, 7])

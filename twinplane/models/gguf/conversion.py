@@ -19,9 +19,10 @@ from twinplane.models.progress import Progress
 CONVERSION_VERSION = 3
 
 
-def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
+def convert_gguf(source: Path, folder: Path, progress: Progress, *, weights: bool = True) -> None:
     """Writes config.json, generation_config.json, tokenizer.json, tokenizer_config.json and
-    model.safetensors (float32) into `folder`, which exists and is empty.
+    model.safetensors (float32) into `folder`, which exists and is empty; without `weights` all but
+    the last.
 
     Everything is checked before the first weight is written. At most about 20 MiB of weights are
     in memory at once. Raises ModelInvalid or ConversionUnsupported.
@@ -45,6 +46,8 @@ def convert_gguf(source: Path, folder: Path, progress: Progress) -> None:
     # Not by its own `save`, whose errors are no OSError when the disk is full.
     (folder / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
+    if not weights:
+        return
     progress.stage("Converting", sum(stream.byte_count for stream in streams))
     write_safetensors(folder / "model.safetensors", streams, progress)
 
