@@ -41,7 +41,7 @@ from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
-from twinplane.grpc.listen import CannotListen
+from twinplane.grpc.listen import CannotListen, check_address, check_apart, check_port
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError, resolve
 from twinplane.paths import as_text
@@ -61,14 +61,31 @@ _USUAL_ROWS = 256
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
     try:
+        _check_addresses(config)  # before the model is loaded, which may take long
         folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
+    except CannotListen as error:
+        return _failed(str(error))
     except (ModelError, ModelFilesInvalid) as error:
-        _logger.error("the model can't be served", extra=fields(error=str(error)))
-        return 1
+        return _failed(f"can't serve the model: {error}")
     name = as_text(config.served_model_name or served_name(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(config, name, text_model))
+
+
+def _failed(reason: str) -> int:
+    """Says as the last line why the control plane ends. `reason` follows its name in a sentence."""
+    _logger.error("stopped", extra=fields(reason=reason))
+    return 1
+
+
+def _check_addresses(config: ControlConfig) -> None:
+    """Raises CannotListen."""
+    check_address(config.host, config.port, _socket_path(config))
+    if config.metrics_port is not None:
+        check_port(config.metrics_host, config.metrics_port, "metrics-")
+        if not config.uds:
+            check_apart(config.host, config.port, config.metrics_host, config.metrics_port)
 
 
 def served_name(model: str) -> str:
@@ -141,8 +158,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
             metrics_port = await _start_metrics(config, telemetry, fleet, stack)
         except (CannotListen, OSError) as error:
-            _logger.error("can't listen", extra=fields(error=str(error)))
-            return 1
+            return _failed(str(error))
         _logger.info(
             "listening",
             extra=fields(
@@ -177,8 +193,9 @@ async def run_until_stopped(
             await asyncio.wait((running, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             return 0
-        _logger.critical("the engine failed", exc_info=running.exception())
-        return 1
+        error = running.exception()
+        _logger.critical("the engine failed", exc_info=error)
+        return _failed(f"failed: {type(error).__name__}: {error}".rstrip(": "))
     finally:
         tasks = [task for task in (running, stopping, hurrying, draining) if task is not None]
         for task in tasks:
