@@ -96,6 +96,28 @@ def served_name(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else model
 
 
+class NameCheck:
+    """Tells when the worker calls its model otherwise than this control plane does.
+
+    Clients use the control plane's name, whatever was given to the worker; and two names may be two
+    models. `own` are the names that say nothing new.
+    """
+
+    def __init__(self, *own: str) -> None:
+        self._known = set(own)
+        self._served = own[0]
+
+    def meet(self, name: str) -> None:
+        """Looks at a worker's name for its model; says each name once."""
+        # A path says where the worker has it, which may be on another machine.
+        if not {name, served_name(name), Path(name).name} & self._known:
+            self._known.add(name)
+            _logger.warning(
+                "the worker has another name for its model",
+                extra=fields(worker_model=name, served_model_name=self._served),
+            )
+
+
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
     telemetry = Telemetry(
         __version__,
@@ -107,11 +129,13 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
     readiness = SettableReadiness()
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     vocabulary = VocabularyCheck(text_model.tokenizer.token_count)
+    names = NameCheck(model_name, served_name(config.model))
 
     def on_readiness(ready: bool) -> None:
         readiness.set_serving(ready)
         if ready and (model := fleet.served_model()) is not None:
             vocabulary.meet(model.vocabulary_size)
+            names.meet(model.name)
 
     request_log = RequestLog()
 

@@ -95,6 +95,25 @@ def capacity_of(config: SchedulerConfig) -> Capacity:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A limit that was asked for, and the smaller one that holds with this worker."""
+
+    setting: str
+    asked: int
+    used: int
+
+
+def clamps(settings: SchedulingSettings, config: SchedulerConfig) -> list[Clamp]:
+    """The limits that the worker or its KV pool makes smaller than they were asked for."""
+    pairs = (
+        ("--max-num-seqs", settings.max_sequence_count, config.max_sequence_count),
+        ("--max-num-batched-tokens", settings.max_step_token_count, config.max_step_token_count),
+        ("--max-model-len", settings.max_sequence_token_count, config.max_sequence_token_count),
+    )
+    return [Clamp(name, asked, used) for name, asked, used in pairs if asked and asked > used]
+
+
 def _varint_bytes(number: int) -> int:
     """What a number up to this takes in a packed field."""
     return max(1, -(-number.bit_length() // 7))
