@@ -43,16 +43,20 @@ def open_device(name: str) -> torch.device:
 
 
 def _what_torch_sees() -> str:
-    if not torch.backends.cuda.is_built():
+    if not _is_built_for_gpus():
         return "is a build without CUDA"
     count = torch.cuda.device_count()
     return f"sees {count} CUDA device{'' if count == 1 else 's'}"
 
 
 def _next_step() -> str:
-    if not torch.backends.cuda.is_built():
+    if not _is_built_for_gpus():
         return "install a build of torch with CUDA"
     return "see whether nvidia-smi and CUDA_VISIBLE_DEVICES show a GPU"
+
+
+def _is_built_for_gpus() -> bool:
+    return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def describe_device(device: torch.device) -> Device:

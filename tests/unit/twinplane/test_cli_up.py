@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -161,44 +160,6 @@ def test_the_control_planes_failure_is_the_last_line_too(
     last = (short_folder / "log").read_text().splitlines()[-1]
     assert last.startswith("twinplane up: the control plane can't serve the model: ")
     assert "tokenizer.json" in last
-
-
-@pytest.mark.parametrize(
-    ("flags", "complaint"),
-    [
-        (("--port={taken}",), "can't listen on 127.0.0.1:{taken}: Address already in use; "
-                              "another --port may do"),
-        (("--metrics-port={taken}",), "can't listen on 127.0.0.1:{taken}: Address already in use; "
-                                      "another --metrics-port may do"),
-        (("--host=192.0.2.1",), "another --host may do"),
-        (("--metrics-host=192.0.2.1", "--metrics-port=0"), "another --metrics-host may do"),
-        (("--host=no-such-host.invalid",), "another --host may do"),
-        (("--uds={folder}/none/a.sock",), "there is no folder {folder}/none"),
-        (("--uds={folder}",), "it exists and is no socket"),
-        (("--port={free}", "--metrics-port={free}"), "--port and --metrics-port are both {free}"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("command", ["up", "control"])
-def test_addresses_are_looked_at_before_anything_is_loaded(
-    short_folder: Path, command: str, flags: tuple[str, ...], complaint: str
-) -> None:
-    """There is no model at all, and the address is what is told."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = {"taken": taken.getsockname()[1], "free": free_port(), "folder": short_folder}
-        defaults = (f"--port={free_port()}", "--metrics-port=none")
-        given = tuple(flag.format(**names) for flag in flags)
-        done = run(
-            command, "--model=nowhere", *defaults, *given, *(("--simulate",) * (command == "up"))
-        )
-    assert done.returncode == (2 if command == "up" else 1)
-    lines = done.stderr.splitlines()
-    assert len(lines) == 1
-    if command == "control":
-        line = json.loads(lines[0])
-        assert (line["level"], line["message"]) == ("error", "stopped")
-        assert complaint.format(**names) in line["reason"]
-    else:
-        assert complaint.format(**names) in lines[0]
 
 
 def test_the_planes_do_not_outlive_a_killed_up(short_folder: Path, tiny_model: Path) -> None:
