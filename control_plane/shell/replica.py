@@ -36,7 +36,7 @@ from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_e
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import (
-    Clamp,
+    ClampLog,
     SchedulingSettings,
     capacity_of,
     clamps,
@@ -144,7 +144,7 @@ class Replica:
         self._inbox: deque[StepResult | Exception] = deque()
         self._wake = asyncio.Event()
         self._planning_seconds = 0.0
-        self._told_clamps: list[Clamp] = []
+        self._clamps = ClampLog(number)
 
     @property
     def attached(self) -> bool:
@@ -311,7 +311,7 @@ class Replica:
         """
         info = attachment.info
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
-        self._tell_clamps(clamps(self._settings.scheduling, config))
+        self._clamps.tell(clamps(self._settings.scheduling, config))
         before, last = self._model, self._attachment
         self._attachment = attachment
         self._model = ServedModel(
@@ -337,21 +337,6 @@ class Replica:
         )
         self._listener.deliver(outputs, self._clock())
         return kv_kept
-
-    def _tell_clamps(self, found: list[Clamp]) -> None:
-        """Says, once, that less than was asked for holds with this worker."""
-        for clamp in found:
-            if clamp not in self._told_clamps:
-                _logger.warning(
-                    "a limit is lowered to what the worker can do",
-                    extra=fields(
-                        replica=self.number,
-                        setting=clamp.setting,
-                        asked=clamp.asked,
-                        used=clamp.used,
-                    ),
-                )
-        self._told_clamps = found
 
     def _end_claim(self, error: ClaimError) -> Verdict:
         """Notes that the claim, or an attempt to make one, is over."""
