@@ -179,7 +179,7 @@ def shell(script: str) -> str:
     """What bash prints."""
     done = subprocess.run(
         ["bash", "-e", "-c", script],
-        env=plane_environment(), cwd=ROOT, capture_output=True, text=True, timeout=SECONDS,
+        env=plane_environment(), cwd=ROOT, capture_output=True, text=True, timeout=2 * SECONDS,
         check=True,
     )  # fmt: skip
     return done.stdout
