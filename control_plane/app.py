@@ -41,7 +41,7 @@ from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
-from twinplane.grpc.listen import CannotListen, check_address, check_apart, check_port
+from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError, resolve
 from twinplane.paths import as_text
@@ -61,7 +61,14 @@ _USUAL_ROWS = 256
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
     try:
-        _check_addresses(config)  # before the model is loaded, which may take long
+        # Before the model is loaded, which may take long.
+        check_addresses(
+            config.host,
+            config.port,
+            _socket_path(config),
+            config.metrics_host,
+            config.metrics_port,
+        )
         folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
     except CannotListen as error:
@@ -77,15 +84,6 @@ def _failed(reason: str) -> int:
     """Says as the last line why the control plane ends. `reason` follows its name in a sentence."""
     _logger.error("stopped", extra=fields(reason=reason))
     return 1
-
-
-def _check_addresses(config: ControlConfig) -> None:
-    """Raises CannotListen."""
-    check_address(config.host, config.port, _socket_path(config))
-    if config.metrics_port is not None:
-        check_port(config.metrics_host, config.metrics_port, "metrics-")
-        if not config.uds:
-            check_apart(config.host, config.port, config.metrics_host, config.metrics_port)
 
 
 def served_name(model: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from twinplane import __version__
-from twinplane.grpc.listen import CannotListen
+from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError
 from twinplane.paths import as_text
@@ -85,6 +85,13 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
     server = WorkerServer(facade)
     async with AsyncExitStack() as stack:
         try:
+            check_addresses(
+                config.host,
+                config.port,
+                _socket_path(config),
+                config.metrics_host,
+                config.metrics_port,
+            )
             metrics_port = await _start_metrics(config, telemetry, facade, stack)
             address = await server.start(config.host, config.port, _socket_path(config))
         except (CannotListen, CannotServeMetrics) as error:

@@ -51,7 +51,9 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended for good, 2 when nothing could start."""
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended for good, 2 when nothing could be
+    started.
+    """
     parser = command_line()
     namespace = parser.parse_args(argv)
     quiet_grpc()
@@ -164,17 +166,13 @@ def _listening_port(control: ControlConfig) -> int:
     A free port is picked here because the ready line names it. A taken one is refused here because
     the server that holds it might answer in place of ours.
     """
-    from twinplane.grpc.listen import CannotListen, check_apart, check_port, check_socket_path
+    from twinplane.grpc.listen import CannotListen, check_addresses
 
+    uds = Path(control.uds).expanduser() if control.uds else None
     try:
-        if control.metrics_port is not None:
-            check_port(control.metrics_host, control.metrics_port, "metrics-")
-        if control.uds:
-            check_socket_path(Path(control.uds).expanduser().absolute())
-            return control.port
-        if control.metrics_port is not None:
-            check_apart(control.host, control.port, control.metrics_host, control.metrics_port)
-        return check_port(control.host, control.port)
+        return check_addresses(
+            control.host, control.port, uds, control.metrics_host, control.metrics_port
+        )
     except CannotListen as error:
         raise SettingsError(str(error)) from error
 

@@ -38,12 +38,21 @@ def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> s
     return f"{literal}:{_add(server, f'{literal}:{port}')}"
 
 
-def check_address(host: str, port: int, uds: Path | None) -> None:
-    """Raises CannotListen where `listen` would: before anything is loaded, which may take long."""
-    if uds is None:
-        check_port(host, port)
-    else:
+def check_addresses(
+    host: str, port: int, uds: Path | None, metrics_host: str, metrics_port: int | None
+) -> int:
+    """Raises CannotListen unless a plane can listen there: before it loads what may take long.
+
+    Returns the port, or a free one for 0.
+    """
+    if metrics_port is not None:
+        check_port(metrics_host, metrics_port, "metrics-")
+    if uds is not None:
         check_socket_path(uds.absolute())
+        return port
+    if metrics_port is not None:
+        _check_apart(host, port, metrics_host, metrics_port)
+    return check_port(host, port)
 
 
 def check_port(host: str, port: int, which: str = "") -> int:
@@ -72,7 +81,7 @@ def check_port(host: str, port: int, which: str = "") -> int:
     return bound
 
 
-def check_apart(host: str, port: int, metrics_host: str, metrics_port: int) -> None:
+def _check_apart(host: str, port: int, metrics_host: str, metrics_port: int) -> None:
     """Raises CannotListen when a server and its metrics are given the same address."""
     hosts = {host, metrics_host}
     if port == metrics_port != 0 and (len(hosts) == 1 or hosts & _ALL_HOSTS):

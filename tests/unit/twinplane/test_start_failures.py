@@ -49,16 +49,8 @@ ADDRESSES = {
 }  # fmt: skip
 
 
-WITHOUT_METRICS = [name for name in ADDRESSES if "metrics" not in " ".join(ADDRESSES[name][0])]
-
-
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        *((command, name) for command in ("up", "control") for name in ADDRESSES),
-        *(("worker", name) for name in WITHOUT_METRICS),
-    ],
-)
+@pytest.mark.parametrize("name", ADDRESSES)
+@pytest.mark.parametrize("command", ["up", "control", "worker"])
 def test_addresses_are_looked_at_before_anything_is_loaded(
     short_folder: Path, command: str, name: str
 ) -> None:
@@ -66,8 +58,7 @@ def test_addresses_are_looked_at_before_anything_is_loaded(
     flags, complaint = ADDRESSES[name]
     with socket.create_server(("127.0.0.1", 0)) as taken:
         names = {"taken": taken.getsockname()[1], "free": free_port(), "folder": short_folder}
-        defaults = [f"--port={names['free']}"]
-        defaults += ["--metrics-port=none"] * (command != "worker")
+        defaults = [f"--port={names['free']}", "--metrics-port=none"]
         given = [flag.format(**names) for flag in flags]
         done = run(command, "--model=nowhere", *defaults, *given, TMPDIR=str(short_folder))
     told = complaint.format(**names)
