@@ -173,10 +173,10 @@ class GrpcWorker:
     async def _no_claim(
         self, status: Status, channel: grpc.aio.Channel
     ) -> WorkerLost | WorkerRefused | WorkerUnusable:
-        """Why an attempt to claim the worker has failed. A worker gives its reasons; what answers
-        without any is something else, and waiting does not make it a worker.
+        """Why an attempt to claim the worker has failed. A worker has these RPCs, and gives its
+        reasons; what answers otherwise is something else, and waiting does not make it a worker.
         """
-        if status.reason:
+        if status.reason and status.code is not grpc.StatusCode.UNIMPLEMENTED:
             return _translate(status)
         said = f"{status.code.name}: {status.message}"
         if status.code in _ANSWERS_OF_OTHERS:
