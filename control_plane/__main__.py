@@ -15,6 +15,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Texts are tokenized one by one, on threads of our own (--tokenizer-threads).
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     from twinplane.process.logs import LogFormat, configure
+    from twinplane.process.uncaught import log_what_nobody_caught
     from twinplane.settings.control import ControlConfig
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
@@ -29,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         known=known_settings(),
     )
     configure(config.log_level, LogFormat(config.log_format))
+    log_what_nobody_caught()
     from control_plane.app import run
 
     return run(config)

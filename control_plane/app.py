@@ -41,7 +41,7 @@ from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
 from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
-from twinplane.grpc.listen import CannotListen
+from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError, resolve
 from twinplane.paths import as_text
@@ -61,14 +61,29 @@ _USUAL_ROWS = 256
 def run(config: ControlConfig) -> int:
     """Serves until SIGINT or SIGTERM; returns the process's exit code, 0 after a clean stop."""
     try:
+        # Before the model is loaded, which may take long.
+        check_addresses(
+            config.host,
+            config.port,
+            _socket_path(config),
+            config.metrics_host,
+            config.metrics_port,
+        )
         folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
+    except CannotListen as error:
+        return _failed(str(error))
     except (ModelError, ModelFilesInvalid) as error:
-        _logger.error("the model can't be served", extra=fields(error=str(error)))
-        return 1
+        return _failed(f"can't serve the model: {error}")
     name = as_text(config.served_model_name or served_name(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         return runner.run(_serve(config, name, text_model))
+
+
+def _failed(reason: str) -> int:
+    """Says as the last line why the control plane ends. `reason` follows its name in a sentence."""
+    _logger.error("stopped", extra=fields(reason=reason))
+    return 1
 
 
 def served_name(model: str) -> str:
@@ -77,6 +92,28 @@ def served_name(model: str) -> str:
     if path.is_dir():
         return path.resolve().name
     return path.stem if path.suffix == ".gguf" else model
+
+
+class NameCheck:
+    """Tells when the worker calls its model otherwise than this control plane does.
+
+    Clients use the control plane's name, whatever was given to the worker; and two names may be two
+    models. `own` are the names that say nothing new.
+    """
+
+    def __init__(self, *own: str) -> None:
+        self._known = set(own)
+        self._served = own[0]
+
+    def meet(self, name: str) -> None:
+        """Looks at a worker's name for its model; says each name once."""
+        # A path says where the worker has it, which may be on another machine.
+        if not {name, served_name(name), Path(name).name} & self._known:
+            self._known.add(name)
+            _logger.warning(
+                "the worker has another name for its model",
+                extra=fields(worker_model=name, served_model_name=self._served),
+            )
 
 
 async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
@@ -90,11 +127,13 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
     readiness = SettableReadiness()
     rng = random.Random(config.seed) if config.seed is not None else random.SystemRandom()
     vocabulary = VocabularyCheck(text_model.tokenizer.token_count)
+    names = NameCheck(model_name, served_name(config.model))
 
     def on_readiness(ready: bool) -> None:
         readiness.set_serving(ready)
         if ready and (model := fleet.served_model()) is not None:
             vocabulary.meet(model.vocabulary_size)
+            names.meet(model.name)
 
     request_log = RequestLog()
 
@@ -141,8 +180,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
             metrics_port = await _start_metrics(config, telemetry, fleet, stack)
         except (CannotListen, OSError) as error:
-            _logger.error("can't listen", extra=fields(error=str(error)))
-            return 1
+            return _failed(str(error))
         _logger.info(
             "listening",
             extra=fields(
@@ -177,8 +215,9 @@ async def run_until_stopped(
             await asyncio.wait((running, draining, hurrying), return_when=asyncio.FIRST_COMPLETED)
         if not running.done():
             return 0
-        _logger.critical("the engine failed", exc_info=running.exception())
-        return 1
+        error = running.exception()
+        _logger.critical("the engine failed", exc_info=error)
+        return _failed(f"failed: {type(error).__name__}: {error}".rstrip(": "))
     finally:
         tasks = [task for task in (running, stopping, hurrying, draining) if task is not None]
         for task in tasks:

@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     prepare_plane()
     from twinplane.process.exit import exit_at_once
     from twinplane.process.logs import LogFormat, configure
+    from twinplane.process.uncaught import log_what_nobody_caught
     from twinplane.settings.known import known_settings
     from twinplane.settings.resolution import from_command_line
     from twinplane.settings.worker import WorkerConfig
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         known=known_settings(),
     )
     configure(config.log_level, LogFormat(config.log_format))
+    log_what_nobody_caught()
     for name, value in library_thread_variables(resolve_threads(config.threads)).items():
         os.environ.setdefault(name, value)
     from worker_service import app

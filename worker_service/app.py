@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from twinplane import __version__
-from twinplane.grpc.listen import CannotListen
+from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError
 from twinplane.paths import as_text
@@ -61,17 +61,19 @@ async def _run(config: WorkerConfig) -> int:
         if signals.hurried_by is not None:
             _logger.info("stopped", extra=fields(reason=f"a second {signals.hurried_by.name}"))
             exit_by(signals.hurried_by)
-        code = await serving
-    reason = signals.reason or "it can't go on"
-    _logger.info("stopped", extra=fields(reason=reason, broken=code != 0))
-    return code
+        failure = await serving
+    if failure:
+        _logger.error("stopped", extra=fields(reason=failure, broken=True))
+        return 1
+    _logger.info("stopped", extra=fields(reason=signals.reason, broken=False))
+    return 0
 
 
-async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> int:
+async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], Runner]) -> str:
     """Serves the runner that `build` makes until `stop` is set or the worker breaks.
 
-    The server answers at once; loading goes on behind it. Returns 0 after a drain, 1 when the
-    worker could not listen, could not load, or broke.
+    The server answers at once; loading goes on behind it. Returns "" after a drain, else what went
+    wrong, as "the worker" would be followed by it: "could not load: …".
     """
     telemetry = WorkerTelemetry(__version__, lambda: facade.lifecycle.state, dropped_record_count)
     facade = WorkerFacade(
@@ -83,12 +85,18 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
     server = WorkerServer(facade)
     async with AsyncExitStack() as stack:
         try:
+            check_addresses(
+                config.host,
+                config.port,
+                _socket_path(config),
+                config.metrics_host,
+                config.metrics_port,
+            )
             metrics_port = await _start_metrics(config, telemetry, facade, stack)
             address = await server.start(config.host, config.port, _socket_path(config))
         except (CannotListen, CannotServeMetrics) as error:
-            _logger.error("cannot listen", extra=fields(reason=str(error)))
             await facade.close()
-            return 1
+            return str(error)
         _logger.info("listening", extra=fields(address=address, metrics_port=metrics_port))
         loading = asyncio.create_task(_load(facade))
         try:
@@ -98,7 +106,10 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
             loading.cancel()
             await asyncio.wait((loading,))
             await server.stop(_STOP_GRACE_SECONDS)
-    return 1 if facade.lifecycle.state is LifecycleState.BROKEN else 0
+    if facade.lifecycle.state is not LifecycleState.BROKEN:
+        return ""
+    failure = "" if loading.cancelled() else loading.result()
+    return failure or "broke: what it had computed could not be cleared after a failure"
 
 
 async def _start_metrics(
@@ -117,17 +128,20 @@ async def _start_metrics(
     return port
 
 
-async def _load(facade: WorkerFacade) -> None:
+async def _load(facade: WorkerFacade) -> str:
+    """Loads the model. Returns "", or why that is impossible."""
     try:
         await facade.load()
     except (StartupError, ModelError, LoadError) as error:
         _logger.error("cannot load", extra=fields(reason=str(error)))
-    except Exception:  # bad model files can raise anything: the worker says why, and ends
+        return f"could not load: {error}"
+    except Exception as error:  # bad model files can raise anything: the worker says why, and ends
         _logger.exception("cannot load")
-    else:
-        with suppress(WorkerError):  # it was told to end meanwhile
-            if facade.lifecycle.state is LifecycleState.ACTIVE:
-                _log_ready(facade, await facade.memory_pool())
+        return f"could not load: {type(error).__name__}: {error}".rstrip(": ")
+    with suppress(WorkerError):  # it was told to end meanwhile
+        if facade.lifecycle.state is LifecycleState.ACTIVE:
+            _log_ready(facade, await facade.memory_pool())
+    return ""
 
 
 async def _first_of(stop: asyncio.Event, lifecycle: Lifecycle) -> None:
@@ -148,11 +162,12 @@ async def _broken(lifecycle: Lifecycle) -> None:
 
 
 async def _drain(
-    facade: WorkerFacade, server: WorkerServer, loading: asyncio.Task[None], seconds: float
+    facade: WorkerFacade, server: WorkerServer, loading: asyncio.Task[str], seconds: float
 ) -> None:
     """Goes on with the controller that holds this worker until it lets go, then ends the streams,
     and lets what is queued finish."""
-    _logger.info("draining")
+    if facade.lifecycle.state is not LifecycleState.BROKEN:
+        _logger.info("draining")
     facade.finish()
     if not loading.done():
         return  # nothing was accepted yet, and a load can't be interrupted

@@ -34,6 +34,7 @@ from worker_service.step_log import LoggedStep, StepLog
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+_SHOWN_ID_LENGTH = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +222,8 @@ class WorkerFacade:
     def _require_claim(self, epoch: int) -> None:
         if epoch != self._claimed_epoch:
             raise StaleEpoch(
-                f"epoch {epoch} does not hold the claim; the current is {self._claimed_epoch}"
+                f"epoch {epoch} does not hold the claim; the current is {self._claimed_epoch}, "
+                f"of {named(self._controller_id or '')}"
             )
 
     async def _enqueue_step(
@@ -292,6 +294,11 @@ def _count(
         metrics.step_finished(plan, done.result())
     else:
         metrics.step_failed()
+
+
+def named(controller_id: str) -> str:
+    """A controller in a sentence. Its id is text that it has chosen, of any length."""
+    return f"the controller {controller_id[:_SHOWN_ID_LENGTH]!r}"
 
 
 def _require_open(ended: bool) -> None:

@@ -67,6 +67,10 @@ def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
             f"a worker with a model needs the module {error.name}: "
             f"{how_to_get(Extra.WORKER)}; or start with --simulate"
         ) from error
+    except (ImportError, OSError) as error:  # a library that torch needs is missing or broken
+        raise StartupError(
+            f"torch is installed and can't be imported: {' '.join(str(error).split())}"
+        ) from error
     progress("looking for the model")
     return load_runner(_runner_options(config, models.resolve(config.model), progress))
 
@@ -74,9 +78,14 @@ def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
 def _runner_options(
     config: WorkerConfig, folder: Path, progress: Callable[[str], None]
 ) -> RunnerOptions:
-    from worker_service.runner.device import available_device, default_kv_cache_bytes
+    from worker_service.runner.device import (
+        available_device,
+        default_kv_cache_bytes,
+        open_device,
+    )
 
     device = available_device() if config.device == "auto" else config.device
+    open_device(device)  # before it is asked for its memory
     on_cpu = device == "cpu"
     return RunnerOptions(
         model_folder=folder,

@@ -108,6 +108,8 @@ class ClaimPolicy:
     longest_retry_delay: float = 2.0
     contention_delay: float = 10.0
     longest_contention_delay: float = 120.0
+    reminder: float = 60.0
+    """A cause that keeps the worker away is told again after so long."""
     max_failed_claims: int = 5
 
 
@@ -147,7 +149,8 @@ class Claim:
         self._contention = Backoff(policy.contention_delay, policy.longest_contention_delay, jitter)
         self._attached_at: float | None = None
         self._lost_at: float | None = None
-        self._told_causes: set[str] = set()
+        self._told_causes: dict[str, float] = {}
+        """When each was told last."""
 
     @property
     def is_attached(self) -> bool:
@@ -194,7 +197,7 @@ class Claim:
             self._lost_at = now - end.seconds_ago
         return Verdict(
             retry_after=self._delay(end.kind, before_first_claim),
-            loudness=self._loudness(end, was_attached),
+            loudness=self._loudness(end, was_attached, now),
             accuses_inflight=was_attached and end.kind in _ACCUSING,
         )
 
@@ -207,13 +210,16 @@ class Claim:
             return self._policy.starting_delay
         return self._retry.next()
 
-    def _loudness(self, end: ClaimEnd, was_attached: bool) -> Loudness:
-        """While there is no worker, each cause is told once, however often it is met."""
+    def _loudness(self, end: ClaimEnd, was_attached: bool, now: float) -> Loudness:
+        """While there is no worker, each cause is told once, and again whenever it has lasted."""
+        told_at = self._told_causes.get(end.cause)
         if was_attached or end.kind is EndKind.CONTESTED:
-            self._told_causes.add(end.cause)
+            self._told_causes[end.cause] = now
             return Loudness.WARNING
-        if end.cause in self._told_causes:
+        if told_at is not None and now - told_at < self._policy.reminder:
             return Loudness.SILENT
-        self._told_causes.add(end.cause)
+        self._told_causes[end.cause] = now
+        if told_at is not None and end.kind is EndKind.UNREACHABLE:
+            return Loudness.WARNING
         # What does not pass by waiting is somebody's to mend.
         return Loudness.WARNING if end.kind is EndKind.REFUSED else Loudness.INFO

@@ -25,6 +25,7 @@ from control_plane.shell.ports import (
 from twinplane.bounds import MAX_EPOCH
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS, Keepalive
 from twinplane.grpc.status import Status, read, read_ended
+from twinplane.inference.v1 import inference_pb2
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
@@ -44,6 +45,18 @@ _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
 )
+
+# Statuses without a reason that no connection causes by itself. gRPC makes the last three of what
+# HTTP servers answer.
+_ANSWERS_OF_OTHERS = (
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+)
+_SIGNS_OF_NO_GRPC = ("Failed parsing HTTP/2", "http1.x server")
+"""What gRPC says of peers that speak something else."""
+_LOOK_SECONDS = 2.0
 
 _Execute = grpc.aio.StreamStreamCall[
     model_runner_pb2.ExecuteRequest, model_runner_pb2.ExecuteResponse
@@ -100,7 +113,7 @@ class GrpcWorker:
                 model_runner_pb2.GetMemoryPoolRequest(), timeout=timeout
             )
         except grpc.aio.AioRpcError as error:
-            raise _translate(read(error)) from error
+            raise await self._no_claim(read(error), channel) from error
         self._last_epoch = epoch
         self._execute = stub.Execute()
         return convert.attachment_from_pb(attached, pool.memory_pool)
@@ -157,10 +170,39 @@ class GrpcWorker:
         if channel is not None:
             await channel.close()
 
+    async def _no_claim(
+        self, status: Status, channel: grpc.aio.Channel
+    ) -> WorkerLost | WorkerRefused | WorkerUnusable:
+        """Why an attempt to claim the worker has failed. A worker has these RPCs, and gives its
+        reasons; what answers otherwise is something else, and waiting does not make it a worker.
+        """
+        if status.reason and status.code is not grpc.StatusCode.UNIMPLEMENTED:
+            return _translate(status)
+        said = f"{status.code.name}: {status.message}"
+        if status.code in _ANSWERS_OF_OTHERS:
+            kind = "a control plane" if await _is_control_plane(channel) else "another service"
+            return WorkerUnusable(f"{self._address} is {kind}, not a worker ({said})")
+        if any(sign in status.message for sign in _SIGNS_OF_NO_GRPC):
+            return WorkerUnusable(
+                f"{self._address} is not a worker: what listens there does not speak gRPC ({said})"
+            )
+        return WorkerLost(f"no worker answers at {self._address} ({said})")
+
     def _pipeline(self) -> _Execute:
         if self._execute is None:
             raise WorkerLost("not attached")
         return self._execute
+
+
+async def _is_control_plane(channel: grpc.aio.Channel) -> bool:
+    """Whether the server there knows the clients' service."""
+    service = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
+    request = health_pb2.HealthCheckRequest(service=service)
+    try:
+        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=_LOOK_SECONDS)
+    except grpc.aio.AioRpcError:
+        return False
+    return True
 
 
 def _translate(status: Status) -> WorkerLost | WorkerRefused:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerUnusable
 from twinplane.bounds import WORKER_MESSAGE_BYTES
+from twinplane.process.logs import fields
+
+_logger = logging.getLogger(__name__)
 
 _ENVELOPE_BYTES = 4 * 1024 * 1024
 """Of a message's bytes, what is kept for all but one sequence's tokens and blocks."""
@@ -93,6 +97,48 @@ def capacity_of(config: SchedulerConfig) -> Capacity:
             config.usable_block_count // blocks_each, config.max_sequence_count
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Clamp:
+    """A limit that was asked for, and the smaller one that holds with this worker."""
+
+    setting: str
+    asked: int
+    used: int
+
+
+def clamps(settings: SchedulingSettings, config: SchedulerConfig) -> list[Clamp]:
+    """The limits that the worker or its KV pool makes smaller than they were asked for."""
+    pairs = (
+        ("--max-num-seqs", settings.max_sequence_count, config.max_sequence_count),
+        ("--max-num-batched-tokens", settings.max_step_token_count, config.max_step_token_count),
+        ("--max-model-len", settings.max_sequence_token_count, config.max_sequence_token_count),
+    )
+    return [Clamp(name, asked, used) for name, asked, used in pairs if asked and asked > used]
+
+
+class ClampLog:
+    """Says that less holds with a worker than was asked for: once, until it changes."""
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+        self._told: list[Clamp] = []
+
+    def tell(self, found: list[Clamp]) -> None:
+        """Logs those that were not there with the worker before."""
+        for clamp in found:
+            if clamp not in self._told:
+                _logger.warning(
+                    "a limit is lowered to what the worker can do",
+                    extra=fields(
+                        replica=self._replica,
+                        setting=clamp.setting,
+                        asked=clamp.asked,
+                        used=clamp.used,
+                    ),
+                )
+        self._told = found
 
 
 def _varint_bytes(number: int) -> int:

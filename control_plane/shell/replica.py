@@ -35,7 +35,13 @@ from control_plane.core.scheduler import Scheduler
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
-from control_plane.shell.limits import SchedulingSettings, capacity_of, scheduler_config
+from control_plane.shell.limits import (
+    ClampLog,
+    SchedulingSettings,
+    capacity_of,
+    clamps,
+    scheduler_config,
+)
 from control_plane.shell.patience import in_patience
 from control_plane.shell.ports import (
     HELD_SAMPLING,
@@ -138,6 +144,7 @@ class Replica:
         self._inbox: deque[StepResult | Exception] = deque()
         self._wake = asyncio.Event()
         self._planning_seconds = 0.0
+        self._clamps = ClampLog(number)
 
     @property
     def attached(self) -> bool:
@@ -304,6 +311,7 @@ class Replica:
         """
         info = attachment.info
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
+        self._clamps.tell(clamps(self._settings.scheduling, config))
         before, last = self._model, self._attachment
         self._attachment = attachment
         self._model = ServedModel(

@@ -42,7 +42,7 @@ def commands(block: Block) -> list[str]:
 
 def test_the_readme_has_what_is_run_here() -> None:
     languages = [block.language for block in blocks()]
-    assert languages == ["", "bash", "python", "bash", "bash"]
+    assert languages == ["", "bash", "python", "bash", "bash", "bash"]
     assert commands(blocks()[1]) == ["make setup", "make run"]
     assert len((ROOT / "README.md").read_text().splitlines()) <= 140, "two screens"
 

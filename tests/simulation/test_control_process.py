@@ -267,8 +267,8 @@ def test_a_taken_port_ends_it_at_once(spawn: Callable[..., Process], model: Path
             process = control(spawn, model, "127.0.0.1:1", flag)
             assert process.end() == 1
             last = json.loads("".join(process.lines).strip().splitlines()[-1])
-            assert last["message"] == "can't listen"
-            assert str(port) in last["error"]
+            assert (last["level"], last["message"]) == ("error", "stopped")
+            assert f"can't listen on 127.0.0.1:{port}: " in last["reason"]
 
 
 def test_a_missing_tokenizer_ends_it_at_once(spawn: Callable[..., Process], tmp_path: Path) -> None:

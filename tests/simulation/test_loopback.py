@@ -19,7 +19,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused
+from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused, WorkerUnusable
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
@@ -269,13 +269,13 @@ async def test_nobody_listens() -> None:
 
 
 async def test_something_else_listens() -> None:
-    """A gRPC server without the service: lost, not crashed."""
+    """A gRPC server without the service: said, not crashed."""
     other = grpc.aio.server()
     port = other.add_insecure_port("127.0.0.1:0")
     await other.start()
     worker = GrpcWorker(f"127.0.0.1:{port}", controller_id="test")
     try:
-        with pytest.raises(WorkerLost, match="UNIMPLEMENTED"):
+        with pytest.raises(WorkerUnusable, match=r"another service, not a worker .*UNIMPLEMENTED"):
             await worker.attach()
     finally:
         await worker.detach()

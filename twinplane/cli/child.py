@@ -5,13 +5,34 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from twinplane.cli.restarts import RestartPolicy
 from twinplane.cli.terminal import Terminal
+from twinplane.process.log_lines import read_line
 
 _CHUNK_BYTES = 1 << 16
 _LAST_LOG_LINES_SECONDS = 1.0
 _LAGGING_READER_SECONDS = 0.05
+_LAST_MESSAGE = "stopped"
+"""Of a plane that ends in order. Its reason follows the plane's name in a sentence."""
+
+
+class Readiness(Protocol):
+    """Knows when a server serves."""
+
+    async def serving(self) -> None:
+        """Returns when it does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restarting:
+    """How a plane is started again. Its own `readiness` tells when a life of it begins to count."""
+
+    readiness: Readiness
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +41,7 @@ class Plane:
 
     `arguments` are those of the Python interpreter. `grace_seconds` pass between the end of its
     standard input and SIGKILL. `log_label` is printed before each line of the plane's log; it may
-    be empty.
+    be empty. Without `restarting` the end of the plane is the end of all.
 
     The process has to end when its standard input ends (`--exit-with-parent`). The parent holds the
     write end, which the system closes however the parent ends.
@@ -30,6 +51,7 @@ class Plane:
     arguments: tuple[str, ...]
     grace_seconds: float
     log_label: str = ""
+    restarting: Restarting | None = None
 
 
 class Child:
@@ -41,6 +63,9 @@ class Child:
         self.plane = plane
         self._process = process
         self._terminal = terminal
+        self._last_line = ""
+        self.was_killed = False
+        """Whether this command killed it, since it had to."""
         self._logs = asyncio.create_task(self._forward_log())
 
     @classmethod
@@ -59,6 +84,11 @@ class Child:
         return cls(plane, process, terminal)
 
     @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """The exit code: negative for a signal, None while the process runs."""
         return self._process.returncode
@@ -71,6 +101,7 @@ class Child:
     def kill(self) -> None:
         """Sends SIGKILL if the process still runs."""
         if self.exit_code is None:
+            self.was_killed = True
             self._process.kill()
 
     async def stop(self) -> None:
@@ -98,6 +129,22 @@ class Child:
             return f"the {self.plane.name} was killed by {signal.Signals(-code).name}"
         return f"the {self.plane.name} ended with exit code {code}"
 
+    def describe_failure(self) -> str:
+        """Says why the process ended, as far as its last line tells: "the worker could not load:
+        there is no device 'cuda' here".
+        """
+        how, code = self.describe_exit(), self.exit_code
+        if code == -signal.SIGKILL:
+            return f"{how}, as the system does when memory runs out"
+        if code in (-signal.SIGINT, -signal.SIGTERM, -signal.SIGHUP):
+            return how
+        line = read_line(self._last_line)
+        if line is None:
+            return f"{how}: {self._last_line}" if self._last_line else how
+        if line.message == _LAST_MESSAGE and (reason := line.fields.get("reason")):
+            return f"the {self.plane.name} {reason}" if code else f"{how}: {reason}"
+        return f"{how}: {failure}" if (failure := line.failure()) else how
+
     async def _forward_log(self) -> None:
         """Prints the log line by line. A line longer than a chunk is cut.
 
@@ -114,6 +161,11 @@ class Child:
             if len(rest) > _CHUNK_BYTES:
                 lines, rest = [*lines, rest], b""
             for line in lines:
-                self._terminal.log(self.plane.log_label, line)
+                self._print(line)
         if rest:
-            self._terminal.log(self.plane.log_label, rest)
+            self._print(rest)
+
+    def _print(self, line: bytes) -> None:
+        if text := line.decode(errors="replace").strip():
+            self._last_line = text
+        self._terminal.log(self.plane.log_label, line)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
 import os
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from twinplane import models
 from twinplane.cli import planes, progress
-from twinplane.cli.child import Plane
+from twinplane.cli.child import Plane, Restarting
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
@@ -36,7 +35,6 @@ from twinplane.settings.worker import WorkerConfig
 
 # A plane is killed this long after the time that it gives its running work.
 _STOP_MARGIN_SECONDS = 5.0
-_TAKEN = (errno.EADDRINUSE, errno.EACCES)
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -53,7 +51,9 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended, 2 when nothing could be started."""
+    """Returns 0 after Ctrl-C or SIGTERM, 1 when a plane ended for good, 2 when nothing could be
+    started.
+    """
     parser = command_line()
     namespace = parser.parse_args(argv)
     quiet_grpc()
@@ -97,20 +97,23 @@ def _up(
             f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "
             "or add --simulate"
         )
+    port = _listening_port(control)  # before a model is pulled, which may take long
+    control_flags.port = str(port)
     for name in dict.fromkeys((control.model, worker.model)):
         needs_weights = name == worker.model and not worker.simulate
         _ensure_model(name, pull=namespace.pull, weights=needs_weights)
-
-    port = _listening_port(control)
-    control_flags.port = str(port)
     address = (
         expand_address(f"unix:{control.uds}")
         if control.uds
         else f"{_reachable(control.host)}:{port}"
     )
     name = as_text(control.served_model_name or worker.served_model_name or worker.model)
+    restarting = Restarting(Health(expand_address(f"unix:{worker_socket}")))
     children = (
-        _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
+        replace(
+            _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
+            restarting=restarting,
+        ),
         _plane(
             "control plane", "control_plane", control, control_flags, control.drain_grace_seconds
         ),
@@ -157,37 +160,21 @@ def _ensure_model(name: str, *, pull: bool, weights: bool) -> None:
 
 
 def _listening_port(control: ControlConfig) -> int:
-    """The port that clients will use. Raises SettingsError when it, or that of the metrics, is
-    taken.
+    """The port that clients will use. Raises SettingsError where the control plane could not
+    listen.
 
     A free port is picked here because the ready line names it. A taken one is refused here because
     the server that holds it might answer in place of ours.
     """
-    if control.metrics_port is not None:
-        _bind(control.metrics_host, control.metrics_port, "metrics-")
-    if control.uds:
-        return control.port
-    return _bind(control.host, control.port, "")
+    from twinplane.grpc.listen import CannotListen, check_addresses
 
-
-def _bind(host: str, port: int, which: str) -> int:
-    """The port, or a free one for 0, that could be bound a moment ago. Raises SettingsError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, UnicodeError) as error:
-            # Another port helps only against another server.
-            advice = (
-                f"--{which}port" if getattr(error, "errno", None) in _TAKEN else f"--{which}host"
-            )
-            reason = getattr(error, "strerror", None) or error
-            raise SettingsError(
-                f"can't listen on {host}:{port} ({reason}); another {advice} may do"
-            ) from error
-        bound: int = probe.getsockname()[1]
-        return bound
+    uds = Path(control.uds).expanduser() if control.uds else None
+    try:
+        return check_addresses(
+            control.host, control.port, uds, control.metrics_host, control.metrics_port
+        )
+    except CannotListen as error:
+        raise SettingsError(str(error)) from error
 
 
 def _reachable(host: str) -> str:

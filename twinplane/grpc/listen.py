@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from pathlib import Path
@@ -14,6 +15,8 @@ _LONGEST_SOCKET_PATH = 107
 _PROBE_SECONDS = 2.0
 # gRPC reads addresses as URIs, and a comma as the end of one.
 _SPECIAL_CHARACTERS = "%#?,"
+_TAKEN = (errno.EADDRINUSE, errno.EACCES)
+_ALL_HOSTS = frozenset({"0.0.0.0", "::"})
 
 
 class CannotListen(Exception):
@@ -30,9 +33,62 @@ def listen(server: grpc.aio.Server, host: str, port: int, uds: Path | None) -> s
     """
     if uds is not None:
         return _listen_unix(server, uds.absolute())
+    check_port(host, port)
     literal = f"[{host}]" if ":" in host else host
-    _try_to_bind(host, port, f"{literal}:{port}")
     return f"{literal}:{_add(server, f'{literal}:{port}')}"
+
+
+def check_addresses(
+    host: str, port: int, uds: Path | None, metrics_host: str, metrics_port: int | None
+) -> int:
+    """Raises CannotListen unless a plane can listen there: before it loads what may take long.
+
+    Returns the port, or a free one for 0.
+    """
+    if metrics_port is not None:
+        check_port(metrics_host, metrics_port, "metrics-")
+    if uds is not None:
+        check_socket_path(uds.absolute())
+        return port
+    if metrics_port is not None:
+        _check_apart(host, port, metrics_host, metrics_port)
+    return check_port(host, port)
+
+
+def check_port(host: str, port: int, which: str = "") -> int:
+    """The port, or a free one for 0, that could be bound a moment ago.
+
+    `which` begins the names of its settings: "metrics-" for --metrics-port. Raises CannotListen
+    with the system's reason, which gRPC keeps to itself.
+    """
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    advice = f"another --{which}host may do"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no host has this name"
+        raise CannotListen(f"can't listen on {address}: {reason}; {advice}") from error
+    family, kind, protocol, _, where = found[0]
+    try:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            bound: int = probe.getsockname()[1]
+    except OSError as error:
+        if error.errno in _TAKEN:  # another port helps only against another server
+            advice = f"another --{which}port may do"
+        raise CannotListen(f"can't listen on {address}: {error.strerror}; {advice}") from error
+    return bound
+
+
+def _check_apart(host: str, port: int, metrics_host: str, metrics_port: int) -> None:
+    """Raises CannotListen when a server and its metrics are given the same address."""
+    hosts = {host, metrics_host}
+    if port == metrics_port != 0 and (len(hosts) == 1 or hosts & _ALL_HOSTS):
+        raise CannotListen(
+            f"--port and --metrics-port are both {port}, and a port takes one server; "
+            "another --metrics-port may do"
+        )
 
 
 def _listen_unix(server: grpc.aio.Server, path: Path) -> str:
@@ -83,22 +139,6 @@ def _is_text(path: Path) -> bool:
         return bool(utf8_path(path).encode())
     except UnicodeEncodeError:
         return False
-
-
-def _try_to_bind(host: str, port: int, address: str) -> None:
-    """Raises CannotListen with the system's reason, which gRPC keeps to itself."""
-    try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no host has this name"
-        raise CannotListen(f"can't listen on {address}: {reason}") from error
-    family, kind, protocol, _, where = found[0]
-    try:
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(where)
-    except OSError as error:
-        raise CannotListen(f"can't listen on {address}: {error.strerror}") from error
 
 
 def _add(server: grpc.aio.Server, address: str) -> int:

@@ -110,10 +110,22 @@ class ControlConfig:
             port = getattr(self, name)
             if port is not None and port > 65535:
                 raise ValueError(f"{name} must be at most 65535, not {port}")
+        if not _is_address(self.worker):
+            raise ValueError(f"worker must be host:port or unix:PATH, not {self.worker!r}")
         for name in ("ageing_seconds", "worker_loss_patience"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise ValueError(f"{name} must be positive, not {seconds}")
+
+
+def _is_address(worker: str) -> bool:
+    """Whether gRPC would connect to what is meant: it takes 443 for a port that is missing."""
+    if worker.startswith("unix:"):
+        return worker != "unix:"
+    host, _, port = worker.rpartition(":")
+    if "://" in host and not host.startswith("dns://"):
+        return False
+    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
 
 
 _LEAST = (

@@ -30,7 +30,9 @@ class WorkerConfig:
         path=True,
     )
     served_model_name: str | None = option(
-        None, "name told to controllers (default: the model as given)", group=_MODEL
+        None,
+        "name in logs and metrics; clients use the control plane's (default: the model as given)",
+        group=_MODEL,
     )
     dtype: str = option(
         "auto",

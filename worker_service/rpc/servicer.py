@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import grpc
 
+from twinplane.process.logs import fields
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
-from worker_service.domain.errors import PlanInvalid, WorkerDraining, WorkerError
+from worker_service.domain.errors import PlanInvalid, StaleEpoch, WorkerDraining, WorkerError
 from worker_service.domain.plan import StepResult
-from worker_service.facade import Pipeline, WorkerFacade
+from worker_service.facade import Pipeline, WorkerFacade, named
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
+
+_logger = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -29,12 +33,16 @@ class _Answer:
 
 @dataclass(slots=True, eq=False)
 class _Stream:
-    """An open Execute stream. `answers` ends with None; `room` bounds what is unanswered."""
+    """An open Execute stream. `answers` ends with None; `room` bounds what is unanswered.
+
+    `fenced` says who has claimed the worker since, empty for nobody.
+    """
 
     answers: asyncio.Queue[_Answer | None]
     room: asyncio.Semaphore
     read_count: int = 0
     answered_count: int = 0
+    fenced: str = ""
 
 
 class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
@@ -78,6 +86,7 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         claim = await self._facade.attach(
             request.epoch, request.controller_id, versions.minimum, versions.maximum
         )
+        self._fence(request.epoch, request.controller_id)
         return model_runner_pb2.AttachResponse(
             worker_info=convert.info_to_pb(claim.worker_info),
             contract_version=claim.contract_version,
@@ -134,6 +143,8 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
             await self._answer(stream, context)
             if not reader.cancelled():
                 reader.result()  # raises what refused the last message
+            elif stream.fenced:
+                raise StaleEpoch(stream.fenced)
             elif self._facade.lifecycle.state is LifecycleState.DRAINING:
                 raise WorkerDraining("the worker drains")
         except WorkerError:
@@ -172,6 +183,20 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
                 case unreachable:
                     assert_never(unreachable)
             stream.answers.put_nowait(_Answer(kind, result))
+
+    def _fence(self, epoch: int, controller_id: str) -> None:
+        """Ends the streams of earlier claims, whose controllers would not notice while they have
+        nothing to run.
+        """
+        if not self._streams:
+            return
+        _logger.warning(
+            "a claim ended another controller's stream",
+            extra=fields(epoch=epoch, controller_id=controller_id),
+        )
+        for stream, reader in self._streams.items():
+            stream.fenced = f"{named(controller_id)} has claimed the worker since"
+            reader.cancel()
 
     def _has_unanswered(self) -> bool:
         return any(stream.answered_count < stream.read_count for stream in self._streams)

@@ -34,12 +34,29 @@ def open_device(name: str) -> torch.device:
             index = device.index or 0
             if index >= torch.cuda.device_count():
                 raise LoadError(
-                    f"device {name!r} is not here: torch {torch.__version__} sees "
-                    f"{torch.cuda.device_count()} CUDA devices; use cpu, or install torch for CUDA"
+                    f"there is no device {name!r} here: torch {torch.__version__} "
+                    f"{_what_torch_sees()}; start with --device cpu, or {_next_step()}"
                 )
             return torch.device("cuda", index)
         case _:
             raise LoadError(f"device {name!r} is not supported; use cpu or cuda")
+
+
+def _what_torch_sees() -> str:
+    if not _is_built_for_gpus():
+        return "is a build without CUDA"
+    count = torch.cuda.device_count()
+    return f"sees {count} CUDA device{'' if count == 1 else 's'}"
+
+
+def _next_step() -> str:
+    if not _is_built_for_gpus():
+        return "install a build of torch with CUDA"
+    return "see whether nvidia-smi and CUDA_VISIBLE_DEVICES show a GPU"
+
+
+def _is_built_for_gpus() -> bool:
+    return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def describe_device(device: torch.device) -> Device:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import http.server
+import re
+import socketserver
+import threading
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import grpc
 import pytest
@@ -11,10 +17,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.core.plan import AddedSequence, Row, ScheduledRows, StepPlan, WeightVersion
 from control_plane.core.request import OutputKind, SamplingParams
+from control_plane.rpc.server import ControlServer, inference_service
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    RefusalReason,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnusable,
+)
 from tests.support import worker_rig
+from twinplane.grpc.health import SettableReadiness
+from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.status import Status, abort
+from twinplane.inference.v1 import inference_pb2_grpc
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
 
@@ -38,7 +53,7 @@ async def claim(status: Status) -> Exception:
     await server.start()
     worker = GrpcWorker(f"127.0.0.1:{port}", controller_id="test")
     try:
-        with pytest.raises((WorkerLost, WorkerRefused)) as raised:
+        with pytest.raises((WorkerLost, WorkerRefused, WorkerUnusable)) as raised:
             await worker.attach()
         return raised.value
     finally:
@@ -63,7 +78,107 @@ async def test_a_reason_that_the_controller_does_not_know_is_told_to_people() ->
 async def test_a_status_without_a_reason_is_a_loss() -> None:
     error = await claim(Status(grpc.StatusCode.UNAVAILABLE, "", "connection reset"))
     assert isinstance(error, WorkerLost)
-    assert str(error) == "UNAVAILABLE: connection reset"
+    assert re.fullmatch(
+        r"no worker answers at 127\.0\.0\.1:\d+ \(UNAVAILABLE: connection reset\)", str(error)
+    )
+
+
+@pytest.mark.parametrize("code", [code for code in grpc.StatusCode if code.value[0]])
+async def test_a_status_that_no_connection_causes_is_no_worker(code: grpc.StatusCode) -> None:
+    """Without a reason: nothing of ours answers so."""
+    error = await claim(Status(code, "", "said so"))
+    is_other = code.name in (
+        "UNIMPLEMENTED", "NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED",
+    )  # fmt: skip
+    assert isinstance(error, WorkerUnusable if is_other else WorkerLost)
+    assert f"{code.name}: said so" in str(error)
+    assert re.search(r"127\.0\.0\.1:\d+", str(error))
+    assert ("is another service, not a worker" in str(error)) == is_other
+
+
+class Http(http.server.BaseHTTPRequestHandler):
+    """Speaks HTTP/1, and logs nothing."""
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def shouting(banner: bytes) -> Iterator[str]:
+    """A server that says something else than HTTP/2, to whoever connects."""
+
+    class Shout(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(banner)
+            self.request.recv(1)
+
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Shout)) as address:
+        yield address
+
+
+@contextmanager
+def serving(server: socketserver.TCPServer) -> Iterator[str]:
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@contextmanager
+def http_server() -> Iterator[str]:
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Http)) as address:
+        yield address
+
+
+@pytest.mark.parametrize(
+    "server",
+    [http_server, lambda: shouting(b"SSH-2.0-OpenSSH_9\r\n"), lambda: shouting(b"-ERR what\r\n")],
+    ids=["http", "ssh", "redis"],
+)
+async def test_what_speaks_no_grpc_is_no_worker(
+    server: Callable[[], AbstractContextManager[str]],
+) -> None:
+    with server() as address:
+        worker = GrpcWorker(address, controller_id="test")
+        with pytest.raises(WorkerUnusable, match=f"{address} is not a worker: .* not speak gRPC"):
+            await worker.attach()
+        await worker.detach()
+
+
+async def test_of_two_controllers_the_first_hears_of_the_second() -> None:
+    async with worker_rig.serving() as rig:
+        first, second = (GrpcWorker(rig.address, controller_id=name) for name in ("a:1", "b:2"))
+        try:
+            await first.attach()
+            waiting = asyncio.ensure_future(first.receive())
+            await first.ping()
+            await second.attach()
+            with pytest.raises(WorkerRefused, match="'b:2' has claimed the worker") as raised:
+                await asyncio.wait_for(waiting, 60)
+            assert raised.value.reason is RefusalReason.STALE_EPOCH
+        finally:
+            await first.detach()
+            await second.detach()
+
+
+async def test_a_control_plane_is_told_from_a_worker() -> None:
+    """Also one that has no worker itself, and is not serving."""
+    readiness = SettableReadiness()
+    servicer = inference_pb2_grpc.InferenceServiceServicer()
+    interceptor = StatusInterceptor(lambda error: None, lambda method, code: None, lambda: "e")
+    server = ControlServer([inference_service(servicer)], readiness, interceptor)
+    address = await server.start("127.0.0.1", 0)
+    worker = GrpcWorker(address, controller_id="test")
+    try:
+        with pytest.raises(WorkerUnusable, match=f"{address} is a control plane, not a worker"):
+            await worker.attach()
+    finally:
+        await worker.detach()
+        await server.stop(0.0)
 
 
 async def test_a_refusal_names_its_step_and_rows() -> None:

@@ -105,6 +105,21 @@ def test_a_worker_that_starts_is_asked_at_an_even_pace() -> None:
     assert made.ended(UNREACHABLE, 2.0) == silent(0.5), "told before"
 
 
+def test_a_cause_that_lasts_is_told_again() -> None:
+    """Once a minute, and louder; but loading and draining pass by themselves."""
+    made = claim(ClaimPolicy(reminder=60.0))
+    loudness = [made.ended(UNREACHABLE, float(second)).loudness for second in range(0, 200, 10)]
+    told = {n * 10: how for n, how in enumerate(loudness) if how is not Loudness.SILENT}
+    assert told == {
+        0: Loudness.INFO, 60: Loudness.WARNING, 120: Loudness.WARNING, 180: Loudness.WARNING,
+    }  # fmt: skip
+    assert made.ended(LOADING, 200.0).loudness is Loudness.INFO
+    assert made.ended(LOADING, 270.0).loudness is Loudness.INFO
+    assert made.ended(REFUSED, 270.0).loudness is Loudness.WARNING
+    assert made.ended(REFUSED, 290.0).loudness is Loudness.SILENT
+    assert made.ended(REFUSED, 330.0).loudness is Loudness.WARNING
+
+
 def test_a_worker_that_starts_and_refuses_is_asked_less_and_less() -> None:
     made = claim()
     delays = [made.ended(REFUSED, 0.0).retry_after for _ in range(4)]

@@ -24,6 +24,16 @@ def test_the_defaults_are_loopback() -> None:
         ("port", -1),
         ("port", 65536),
         ("metrics_port", 70000),
+        ("worker", "localhost"),
+        ("worker", "http://127.0.0.1:50061"),
+        ("worker", "grpc://127.0.0.1:50061"),
+        ("worker", "127.0.0.1:"),
+        ("worker", ":50061"),
+        ("worker", "127.0.0.1:0"),
+        ("worker", "127.0.0.1:65536"),
+        ("worker", "127.0.0.1:http"),
+        ("worker", "unix:"),
+        ("worker", "/run/worker.sock"),
         ("max_model_len", 1),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", -5),
@@ -39,6 +49,21 @@ def test_the_defaults_are_loopback() -> None:
 def test_what_can_not_work_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name):
         ControlConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "worker",
+    [
+        "localhost:1",
+        "[::1]:50061",
+        "unix:/run/a.sock",
+        "unix:a",
+        "dns:///gpu:50061",
+        "ipv4:1.2.3.4:5",
+    ],
+)
+def test_addresses_that_grpc_takes_are_taken(worker: str) -> None:
+    assert ControlConfig(worker=worker).worker == worker
 
 
 def limits(settings: SchedulingSettings, machine: Machine, *, pool: MemoryPool) -> Any:

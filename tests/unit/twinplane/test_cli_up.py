@@ -6,8 +6,8 @@ import json
 import os
 import pty
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -101,26 +101,65 @@ def test_up_serves_and_one_signal_stops_everything(
     )
 
 
-@pytest.mark.parametrize("victim", ["worker_service", "control_plane"])
-def test_up_ends_and_says_which_plane_died(
-    short_folder: Path, tiny_model: Path, victim: str
-) -> None:
+def test_up_ends_when_the_control_plane_dies(short_folder: Path, tiny_model: Path) -> None:
     with up(short_folder, tiny_model) as process:
         ready_address(process)
         planes = children(process)
-        planes[victim].kill()
+        planes["control_plane"].kill()
         assert process.wait(PATIENCE) == 1
         assert not any(plane.is_running() for plane in planes.values())
-    name = "worker" if victim == "worker_service" else "control plane"
-    assert f"the {name} was killed by SIGKILL" in (short_folder / "log").read_text()
+    last = (short_folder / "log").read_text().splitlines()[-1]
+    assert last.startswith("twinplane up: the control plane was killed by SIGKILL")
 
 
-def test_up_says_why_a_plane_could_not_start(short_folder: Path, tiny_model: Path) -> None:
-    with up(short_folder, tiny_model, "--simulate-block-count=2", "--max-model-len=99") as process:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_up_starts_a_dead_worker_again(
+    short_folder: Path, tiny_model: Path, number: signal.Signals
+) -> None:
+    with up(short_folder, tiny_model) as process:
+        address = ready_address(process)
+        assert process.stdout is not None
+        first = children(process)["worker_service"]
+        assert f"the worker is process {first.pid};" in process.stdout.readline()
+        first.send_signal(number)
+        back = re.fullmatch(r"the worker is back: process (\d+)\n", process.stdout.readline())
+        assert back and int(back[1]) != first.pid
+        assert run("generate", "ab", "--address", address, "--max-tokens", "3").returncode == 0
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+        assert process.stdout.read() == "stopped: SIGTERM\n"
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+@pytest.mark.parametrize(
+    ("flags", "cause"),
+    [
+        (("--simulate-block-count=2", "--max-model-len=99"),
+         "the worker could not load: --max-model-len is 99, but 2 blocks hold 16 tokens: "
+         "raise --simulate-block-count"),
+        (("--tokenizer-threads=0",), "tokenizer_threads must be at least 1, not 0"),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_up_says_why_it_did_not_start(
+    short_folder: Path, tiny_model: Path, flags: tuple[str, ...], cause: str, log_format: str
+) -> None:
+    with up(short_folder, tiny_model, f"--log-format={log_format}", *flags) as process:
+        assert process.wait(PATIENCE) in (1, 2)
+    last = (short_folder / "log").read_text().splitlines()[-1]
+    assert last == f"twinplane up: {cause}"
+
+
+def test_the_control_planes_failure_is_the_last_line_too(
+    short_folder: Path, tiny_model: Path, tmp_path: Path
+) -> None:
+    """A tokenizer that only the control plane reads."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with up(short_folder, tmp_path / "model") as process:
         assert process.wait(PATIENCE) == 1
-    log = (short_folder / "log").read_text()
-    assert "the worker ended with exit code 1" in log
-    assert "--simulate-block-count" in log
+    last = (short_folder / "log").read_text().splitlines()[-1]
+    assert last.startswith("twinplane up: the control plane can't serve the model: ")
+    assert "tokenizer.json" in last
 
 
 def test_the_planes_do_not_outlive_a_killed_up(short_folder: Path, tiny_model: Path) -> None:
@@ -181,13 +220,3 @@ def test_up_refuses_to_start_with_code_2(
     assert done.returncode == 2
     assert message in done.stderr
     assert done.stdout == ""
-
-
-def test_up_refuses_a_port_that_is_taken(tiny_model: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        done = run("up", "--simulate", f"--model={tiny_model}", f"--port={port}")
-    assert done.returncode == 2
-    assert f"can't listen on 127.0.0.1:{port}" in done.stderr

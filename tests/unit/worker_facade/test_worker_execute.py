@@ -17,6 +17,7 @@ from tests.support.worker_rig import (
     PATIENCE,
     Device,
     Rig,
+    attach_request,
     execute,
     first,
     following,
@@ -204,6 +205,29 @@ async def test_a_new_claim_fences_plans_that_wait_in_the_pipeline():
         result = (await rig.stub.Forward(first(epoch=2))).result
         assert list(result.tokens) == wanted(1)
         assert device.executed == [(1, 1), (2, 1)]
+
+
+@pytest.mark.parametrize("controller_id", ["other", "x" * 100_000, "ü\n\x00", ""])
+@pytest.mark.parametrize("step_count", [0, 1, 3])
+async def test_an_idle_controller_hears_of_another_claim(step_count: int, controller_id: str):
+    """It has nothing to send, and would not notice."""
+    async with serving() as rig:
+        await rig.attach(1)
+        old = rig.stub.Execute()
+        await old.wait_for_connection()
+        for step_id in range(1, step_count + 1):
+            await old.write(execute(first() if step_id == 1 else following(step_id)))
+            assert result_of(await old.read()).step_id == step_id
+        if step_count == 0:
+            await rig.stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest())
+        request = attach_request(2)
+        request.controller_id = controller_id
+        await rig.stub.Attach(request)
+        answers, refused = await answers_until_refused(old)
+        assert (answers, refused.reason) == ([], "STALE_EPOCH")
+        assert repr(controller_id[:64]) in refused.message
+        assert len(refused.message) < 200
+        await works(rig, 3)
 
 
 async def test_a_claim_overtaken_by_a_newer_one_is_refused():
