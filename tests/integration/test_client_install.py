@@ -118,6 +118,9 @@ def test_the_command_line_calls_with_the_base_alone(fresh: Path, simulated_plane
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip()
+    done = run(fresh, "twinplane", "status", "--address", simulated_planes.address)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "tiny" in done.stdout
 
 
 @pytest.mark.parametrize(

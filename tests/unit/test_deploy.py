@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from tests.support.planes import ROOT
-from twinplane.cli import planes
 from twinplane.grpc.health import LIVENESS, READINESS
 from twinplane.settings import resolution
 from twinplane.settings.control import ControlConfig
+from twinplane.settings.known import known_settings
 from twinplane.settings.worker import WorkerConfig
 
 DEPLOY = ROOT / "deploy"
@@ -48,9 +48,7 @@ def settings(plane: str, arguments: list[str]) -> ControlConfig | WorkerConfig:
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
     resolution.add_arguments(parser, cls)
     namespace = parser.parse_args([*flags, *arguments])
-    if plane == "control":
-        return planes.resolve_control(namespace, {})
-    return planes.resolve_worker(namespace, {})
+    return resolution.resolve(cls, namespace, {}, None, plane, known=known_settings())
 
 
 def as_given(words: list[str]) -> list[str]:
