@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
 
@@ -80,6 +81,12 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     """Of each call."""
     health: deque[int | Fail] = field(default_factory=deque)
     """Answers to health checks of the service; the last one stays. Empty: it has no health."""
+    supports_chat: bool = True
+    default_sampling: types_pb2.SamplingParameters | None = field(
+        default_factory=lambda: types_pb2.SamplingParameters(
+            temperature=0.5, top_k=20, top_p=0.75, min_p=0.0
+        )
+    )
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each call that begins to hang."""
 
@@ -141,7 +148,11 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     ) -> pb.ListModelsResponse:
         self._note(request, context)
         model = pb.ServedModel(
-            name="m", max_sequence_token_count=64, vocabulary_size=9, supports_chat=True
+            name="m",
+            max_sequence_token_count=64,
+            vocabulary_size=9,
+            supports_chat=self.supports_chat,
+            default_sampling=self.default_sampling,
         )
         model.weight_version.generation = 1
         model.weight_version.digest = "ab"
