@@ -82,6 +82,8 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     health: deque[int | Fail] = field(default_factory=deque)
     """Answers to health checks of the service; the last one stays. Empty: it has no health."""
     supports_chat: bool = True
+    unready: int = 0
+    """How often ListModels is answered before there is a model."""
     default_sampling: types_pb2.SamplingParameters | None = field(
         default_factory=lambda: types_pb2.SamplingParameters(
             temperature=0.5, top_k=20, top_p=0.75, min_p=0.0
@@ -147,6 +149,9 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:
         self._note(request, context)
+        if self.unready > 0:
+            self.unready -= 1
+            return pb.ListModelsResponse()
         model = pb.ServedModel(
             name="m",
             max_sequence_token_count=64,

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
-from twinplane.errors import TwinplaneError
+from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
+from twinplane.cli.served import fitting, served_model, tell_waiting
 
 if TYPE_CHECKING:
-    from twinplane import Generation, GenerationResult
+    from twinplane import Client, Generation, GenerationResult
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -21,10 +21,14 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="twinplane generate",
         usage="%(prog)s [PROMPT|-] [options]",
-        description="Complete a prompt; the output streams.",
+        description="Answer a prompt, in the chat template of a model that has one. The output "
+        "streams.",
         allow_abbrev=False,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: standard input")
+    parser.add_argument(
+        "--raw", action="store_true", help="go on from the text as it is, without a chat template"
+    )
     add_request_flags(parser, max_tokens=256)
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     parser.add_argument("-v", "--verbose", action="store_true", help="usage on standard error")
@@ -38,15 +42,20 @@ def main(argv: Sequence[str]) -> int:
     prompt = _prompt(namespace.prompt, sys.stdin)
     if prompt is None:
         parser.error("no prompt: give one, or pipe it in")
+    if not prompt:
+        parser.error("the prompt is empty")
     quiet_grpc()
+    from twinplane import Client
 
     flags = request_flags(namespace)
     with (
-        flags.connection.client() as client,
-        client.generate(prompt, **flags.options) as generation,
+        Client(flags.address) as client,
+        _generation(client, flags, prompt, raw=namespace.raw) as generation,
     ):
         if not namespace.json:
-            _stream(generation)
+            for delta in generation:
+                print(delta.text, end="", flush=True)
+            print()
         result = generation.result()
     if namespace.json:
         # What the output's encoding lacks is escaped, so that nothing is lost.
@@ -57,16 +66,20 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _stream(generation: Generation) -> None:
-    """Prints the text as it comes. An error that breaks it gets a line of its own."""
-    try:
-        for delta in generation:
-            print(delta.text, end="", flush=True)
-    except TwinplaneError as error:
-        if error.partial is not None and error.partial.text:
-            print(flush=True)
-        raise
-    print()
+def _generation(client: Client, flags: RequestFlags, prompt: str, *, raw: bool) -> Generation:
+    from twinplane import Message
+
+    model = served_model(
+        client,
+        flags.options.get("model", ""),
+        seconds=flags.wait_seconds,
+        on_wait=tell_waiting(flags.address),
+    )
+    asked = [Message("user", prompt)] if model.supports_chat and not raw else prompt
+    options = flags.options
+    if "max_tokens" not in options:
+        options = fitting(client, asked, flags.options_with_max_tokens, model)
+    return client.generate(asked, **options)
 
 
 def _prompt(given: str | None, stdin: TextIO) -> str | None:
@@ -74,7 +87,7 @@ def _prompt(given: str | None, stdin: TextIO) -> str | None:
         return given
     if given is None and stdin.isatty():
         return None
-    return stdin.read()
+    return stdin.read().removesuffix("\n")  # with which `echo` and every text file end
 
 
 def _as_json(result: GenerationResult) -> dict[str, object]:

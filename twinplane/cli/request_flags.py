@@ -7,25 +7,52 @@ import os
 from dataclasses import dataclass
 from typing import cast
 
-from twinplane.cli.connection import Connection, add_connection_flags, connection
 from twinplane.client.options import GenerateOptions
+from twinplane.client.values import DEFAULT_ADDRESS
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """Where to send a request, and the options that were given for it."""
+    """Where to send a request, and the options that were given for it.
 
-    connection: Connection
+    `default_max_tokens` is how long an answer may be where the options don't say. A server that is
+    starting is waited for `wait_seconds`.
+    """
+
+    address: str
     options: GenerateOptions
+    default_max_tokens: int
+    wait_seconds: float
+
+    @property
+    def options_with_max_tokens(self) -> GenerateOptions:
+        """The options; `max_tokens` among them."""
+        return {"max_tokens": self.default_max_tokens, **self.options}
 
 
-def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the flags to `parser`, in two groups."""
-    server = add_connection_flags(parser)
+def add_request_flags(
+    parser: argparse.ArgumentParser, *, max_tokens: int, wait: float = 10.0
+) -> None:
+    """Adds the flags to `parser`, in two groups. Without its flag, `max_tokens` is what fits of it;
+    a server that is starting is waited for `wait` seconds."""
+    parser.set_defaults(default_max_tokens=max_tokens)
+    server = parser.add_argument_group("server")
+    server.add_argument(
+        "--address",
+        default=DEFAULT_ADDRESS,
+        help="host:port or unix:PATH of the control plane (default: %(default)s)",
+    )
     server.add_argument("--model", default="", metavar="NAME", help="default: the one served")
-    sampling = parser.add_argument_group("sampling")
+    server.add_argument(
+        "--wait",
+        type=_seconds,
+        default=wait,
+        metavar="S",
+        help="seconds that a server may take to start (default: %(default)g)",
+    )
+    sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s"
+        "--max-tokens", type=int, metavar="N", help=f"default: {max_tokens}, or as many as fit"
     )
     sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy")
     sampling.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
@@ -44,7 +71,15 @@ def request_flags(namespace: argparse.Namespace) -> RequestFlags:
         for name, value in vars(namespace).items()
         if name in GenerateOptions.__optional_keys__ and value is not None
     }
-    return RequestFlags(connection(namespace), cast(GenerateOptions, given))
+    options = cast(GenerateOptions, given)
+    return RequestFlags(namespace.address, options, namespace.default_max_tokens, namespace.wait)
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a time")
+    return seconds
 
 
 def quiet_grpc() -> None:
