@@ -50,7 +50,7 @@ class Terminal:
         self._master = master
 
     def read_until(self, text: str, *, again: bytes = b"") -> str:
-        """Waits for a text; returns what came before it. `again` is typed each second until then."""
+        """Waits for a text; returns what came before it. `again` is typed once a second."""
         deadline = time.monotonic() + PATIENCE
         while text not in self.seen:
             assert time.monotonic() < deadline, f"no {text!r} in {self.seen!r}"
