@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -51,6 +51,9 @@ _NEUTRAL: Mapping[str, object] = MappingProxyType(
 """What else decides the tokens in transformers, with the value at which it decides nothing."""
 
 
+_DEFAULTS: Mapping[str, float] = MappingProxyType(asdict(CONTRACT_DEFAULTS))
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingDefaults:
     """`values` hold for what a request leaves unset. `source` says who names any; empty: nobody.
@@ -85,13 +88,9 @@ def read_sampling_defaults(folder: Path, otherwise: Mapping[str, float]) -> Samp
     if given or not_applied:
         return SamplingDefaults(replace(CONTRACT_DEFAULTS, **given), path.name, not_applied)
     if otherwise:
-        return SamplingDefaults(replace(CONTRACT_DEFAULTS, **otherwise), "catalogue")
+        own: dict[str, Any] = dict(otherwise)
+        return SamplingDefaults(replace(CONTRACT_DEFAULTS, **own), "catalogue")
     return SamplingDefaults()
-
-
-_DEFAULTS: Mapping[str, float] = MappingProxyType(
-    {field.name: field.default for field in fields(SamplingParams)}
-)
 
 
 def _given(path: Path, content: Mapping[str, Any]) -> dict[str, Any]:
