@@ -13,7 +13,13 @@ from twinplane.cli.chat_commands import Chat
 from twinplane.cli.chat_input import Entry, History, TerminalInput, read_entry
 from twinplane.cli.conversation import Conversation
 from twinplane.cli.failures import one_line
-from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
+from twinplane.cli.request_flags import (
+    CONVERSATION_WAIT,
+    RequestFlags,
+    add_request_flags,
+    quiet_grpc,
+    request_flags,
+)
 from twinplane.cli.served import served_model, tell_waiting
 from twinplane.cli.word_wrap import WordWrap
 from twinplane.errors import InvalidRequest, TwinplaneError
@@ -44,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--history", metavar="FILE", help="keep what is typed in this file (default: not kept)"
     )
-    add_request_flags(parser, max_tokens=1024, wait=60.0)
+    add_request_flags(parser, max_tokens=1024)
     namespace = parser.parse_args(argv)
     question = sys.stdin.read().removesuffix("\n") if namespace.question == "-" else None
     question = namespace.question if question is None else question
@@ -54,13 +60,16 @@ def main(argv: Sequence[str]) -> int:
     quiet_grpc()
     from twinplane import Client
 
-    flags = request_flags(namespace)
+    talking = question is None and sys.stdin.isatty() and sys.stdout.isatty()
+    flags = (
+        request_flags(namespace, wait=CONVERSATION_WAIT) if talking else request_flags(namespace)
+    )
     with Client(flags.address) as client:
         conversation = _conversation(client, flags, namespace.system, namespace.drop_oldest)
         chat = Chat(conversation, flags.address, _output(sys.stdout), sys.stdout, sys.stderr)
         if question is not None:
             chat.answer(question)
-        elif sys.stdin.isatty() and sys.stdout.isatty():
+        elif talking:
             print(chat.greeting())
             _talk(chat, TerminalInput(history).read)
         else:

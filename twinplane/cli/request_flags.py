@@ -10,6 +10,10 @@ from typing import cast
 from twinplane.client.options import GenerateOptions
 from twinplane.client.values import DEFAULT_ADDRESS
 
+_WAIT = 10.0
+CONVERSATION_WAIT = 60.0
+"""Seconds; somebody sits there, sees what is waited for, and can leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
@@ -30,11 +34,8 @@ class RequestFlags:
         return {"max_tokens": self.default_max_tokens, **self.options}
 
 
-def add_request_flags(
-    parser: argparse.ArgumentParser, *, max_tokens: int, wait: float = 10.0
-) -> None:
-    """Adds the flags to `parser`, in two groups. Without its flag, `max_tokens` is what fits of it;
-    a server that is starting is waited for `wait` seconds."""
+def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    """Adds the flags to `parser`, in two groups. `max_tokens` is the default, as far as it fits."""
     parser.set_defaults(default_max_tokens=max_tokens)
     server = parser.add_argument_group("server")
     server.add_argument(
@@ -46,9 +47,9 @@ def add_request_flags(
     server.add_argument(
         "--wait",
         type=_seconds,
-        default=wait,
         metavar="S",
-        help="seconds that a server may take to start (default: %(default)g)",
+        help=f"seconds that a server may take to start (default: {_WAIT:g}, and "
+        f"{CONVERSATION_WAIT:g} for a conversation)",
     )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument(
@@ -64,15 +65,24 @@ def add_request_flags(
     )
 
 
-def request_flags(namespace: argparse.Namespace) -> RequestFlags:
-    """The flags that have a value. Each of them is the option of the same name."""
+def request_flags(namespace: argparse.Namespace, *, wait: float = _WAIT) -> RequestFlags:
+    """The flags that have a value. Each of them is the option of the same name.
+
+    `wait` holds where its flag isn't given.
+    """
     given = {
         name: value
         for name, value in vars(namespace).items()
         if name in GenerateOptions.__optional_keys__ and value is not None
     }
     options = cast(GenerateOptions, given)
-    return RequestFlags(namespace.address, options, namespace.default_max_tokens, namespace.wait)
+    given_wait: float | None = namespace.wait
+    return RequestFlags(
+        namespace.address,
+        options,
+        namespace.default_max_tokens,
+        wait if given_wait is None else given_wait,
+    )
 
 
 def _seconds(text: str) -> float:
