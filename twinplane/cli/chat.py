@@ -58,15 +58,14 @@ def main(argv: Sequence[str]) -> int:
         parser.error("the question is empty")
     history = None if namespace.history is None else History(Path(expand(namespace.history)))
     quiet_grpc()
-    from twinplane import Client
-
     talking = question is None and sys.stdin.isatty() and sys.stdout.isatty()
     flags = (
         request_flags(namespace, wait=CONVERSATION_WAIT) if talking else request_flags(namespace)
     )
-    with Client(flags.address) as client:
+    address = flags.connection.address
+    with flags.connection.client() as client:
         conversation = _conversation(client, flags, namespace.system, namespace.drop_oldest)
-        chat = Chat(conversation, flags.address, _output(sys.stdout), sys.stdout, sys.stderr)
+        chat = Chat(conversation, address, _output(sys.stdout), sys.stdout, sys.stderr)
         if question is not None:
             chat.answer(question)
         elif talking:
@@ -83,9 +82,9 @@ def _conversation(
     """Begins one with the model that the flags name. Raises TwinplaneError."""
     model = served_model(
         client,
-        flags.options.get("model", ""),
+        flags.options.get("model") or "",
         seconds=flags.wait_seconds,
-        on_wait=tell_waiting(flags.address),
+        on_wait=tell_waiting(flags.connection.address),
     )
     if not model.supports_chat:
         raise InvalidRequest(

@@ -8,6 +8,7 @@ from typing import TextIO
 from twinplane.cli.chat_input import Entry
 from twinplane.cli.chat_settings import NUMBERS, with_option
 from twinplane.cli.conversation import Conversation
+from twinplane.errors import TwinplaneError
 
 _HELP = '''\
 /reset             forget the conversation
@@ -85,6 +86,10 @@ class Chat:
             note = self._conversation.ask(question, self._show)
         except KeyboardInterrupt:
             self._show(" …\n")  # what was said so far stays in the conversation
+            raise
+        except TwinplaneError as error:
+            if error.partial is not None and error.partial.text:
+                self._show("\n")  # the error gets a line of its own
             raise
         self._show("\n")
         if note is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
 from twinplane.cli.served import fitting, served_model, tell_waiting
+from twinplane.errors import TwinplaneError
 
 if TYPE_CHECKING:
     from twinplane import Client, Generation, GenerationResult
@@ -45,17 +46,14 @@ def main(argv: Sequence[str]) -> int:
     if not prompt:
         parser.error("the prompt is empty")
     quiet_grpc()
-    from twinplane import Client
 
     flags = request_flags(namespace)
     with (
-        Client(flags.address) as client,
+        flags.connection.client() as client,
         _generation(client, flags, prompt, raw=namespace.raw) as generation,
     ):
         if not namespace.json:
-            for delta in generation:
-                print(delta.text, end="", flush=True)
-            print()
+            _stream(generation)
         result = generation.result()
     if namespace.json:
         # What the output's encoding lacks is escaped, so that nothing is lost.
@@ -66,14 +64,26 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _stream(generation: Generation) -> None:
+    """Prints the text as it comes. An error that breaks it gets a line of its own."""
+    try:
+        for delta in generation:
+            print(delta.text, end="", flush=True)
+    except TwinplaneError as error:
+        if error.partial is not None and error.partial.text:
+            print(flush=True)
+        raise
+    print()
+
+
 def _generation(client: Client, flags: RequestFlags, prompt: str, *, raw: bool) -> Generation:
     from twinplane import Message
 
     model = served_model(
         client,
-        flags.options.get("model", ""),
+        flags.options.get("model") or "",
         seconds=flags.wait_seconds,
-        on_wait=tell_waiting(flags.address),
+        on_wait=tell_waiting(flags.connection.address),
     )
     asked = [Message("user", prompt)] if model.supports_chat and not raw else prompt
     options = flags.options

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from typing import cast
 
+from twinplane.cli.connection import Connection, add_connection_flags, connection
 from twinplane.client.options import GenerateOptions
-from twinplane.client.values import DEFAULT_ADDRESS
 
 _WAIT = 10.0
 CONVERSATION_WAIT = 60.0
@@ -23,7 +24,7 @@ class RequestFlags:
     starting is waited for `wait_seconds`.
     """
 
-    address: str
+    connection: Connection
     options: GenerateOptions
     default_max_tokens: int
     wait_seconds: float
@@ -37,12 +38,7 @@ class RequestFlags:
 def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     """Adds the flags to `parser`, in two groups. `max_tokens` is the default, as far as it fits."""
     parser.set_defaults(default_max_tokens=max_tokens)
-    server = parser.add_argument_group("server")
-    server.add_argument(
-        "--address",
-        default=DEFAULT_ADDRESS,
-        help="host:port or unix:PATH of the control plane (default: %(default)s)",
-    )
+    server = add_connection_flags(parser)
     server.add_argument("--model", default="", metavar="NAME", help="default: the one served")
     server.add_argument(
         "--wait",
@@ -78,7 +74,7 @@ def request_flags(namespace: argparse.Namespace, *, wait: float = _WAIT) -> Requ
     options = cast(GenerateOptions, given)
     given_wait: float | None = namespace.wait
     return RequestFlags(
-        namespace.address,
+        connection(namespace),
         options,
         namespace.default_max_tokens,
         wait if given_wait is None else given_wait,
@@ -86,9 +82,12 @@ def request_flags(namespace: argparse.Namespace, *, wait: float = _WAIT) -> Requ
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
     if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a time")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
     return seconds
 
 

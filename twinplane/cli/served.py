@@ -29,19 +29,22 @@ def served_model(
     deadline = time.monotonic() + seconds
     told = False
     while True:
-        failure = Unavailable("the server serves no model yet", reason="NO_WORKER")
+        nobody: Unavailable | None = None
         try:
             models = client.list_models()
         except Unavailable as error:
             if error.reason:  # a server answered, and said why not
                 raise
-            models, failure = (), error
+            models, nobody = (), error
         if models:
             return _named(models, name)
         if time.monotonic() >= deadline:
-            raise failure
+            if nobody is not None:
+                raise nobody
+            client.tokenize("a", model=name)  # the server itself says why there is no model
+            raise Unavailable("the server serves no model yet", reason="NO_WORKER")
         if not told:
-            on_wait("a server" if not failure.reason else "the server's model")
+            on_wait("the server's model" if nobody is None else "a server")
             told = True
         time.sleep(_POLL_SECONDS)
 
