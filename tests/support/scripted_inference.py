@@ -212,17 +212,19 @@ def _abort(failure: Fail, context: grpc.ServicerContext) -> None:
 
 @contextmanager
 def serve(
-    service: ScriptedInference, credentials: grpc.ServerCredentials | None = None
+    service: ScriptedInference,
+    credentials: grpc.ServerCredentials | None = None,
+    port: int = 0,
 ) -> Iterator[str]:
-    """Serves on a free loopback port; yields its address."""
+    """Serves on a loopback port, by default a free one; yields its address."""
     server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     if service.health:
         health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
     port = (
-        server.add_insecure_port("127.0.0.1:0")
+        server.add_insecure_port(f"127.0.0.1:{port}")
         if credentials is None
-        else server.add_secure_port("127.0.0.1:0", credentials)
+        else server.add_secure_port(f"127.0.0.1:{port}", credentials)
     )
     server.start()
     try:

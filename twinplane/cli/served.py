@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from twinplane import Client, Message, ServedModel
 
 _POLL_SECONDS = 0.25
+_MAY_START = ("connection refused", "there is no such socket")
+"""Words of twinplane.client.endpoint for an address at which nobody listens, or not yet."""
 _TEMPLATE_TOKENS = 512
 """More than a chat template adds to a conversation of a few turns."""
 
@@ -33,7 +35,7 @@ def served_model(
         try:
             models = client.list_models()
         except Unavailable as error:
-            if error.reason:  # a server answered, and said why not
+            if not str(error).endswith(_MAY_START):  # waiting does not help
                 raise
             models, nobody = (), error
         if models:

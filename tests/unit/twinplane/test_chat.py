@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import io
+import socket
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.planes import Planes, free_port
-from tests.support.scripted_inference import ScriptedInference, delta, finished, serve, started
-from tests.unit.twinplane.cli_process import run
+from tests.support.scripted_inference import (
+    Fail,
+    ScriptedInference,
+    delta,
+    finished,
+    serve,
+    started,
+)
+from tests.unit.twinplane.cli_process import PATIENCE, run, start
 from twinplane import (
     FinishReason,
     GenerationResult,
@@ -413,3 +422,34 @@ def test_a_server_whose_model_is_not_there_yet_is_waited_for() -> None:
         gone = run("generate", "x", "--address", address, "--wait", "0.5")
     assert gone.returncode == 1
     assert "no model" in gone.stderr
+
+
+def test_a_server_that_does_not_listen_yet_is_waited_for(tmp_path: Path) -> None:
+    """The command looks for as long as it was told to; then the reason is the usual one."""
+    service = ScriptedInference()
+    service.scripts.append([started(), delta("late", 1), finished(reason=pb.FINISH_REASON_STOP)])
+    with socket.socket() as holder:  # the port is taken, and nobody listens
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        waiting = start("chat", "x", "--address", f"127.0.0.1:{port}", "--wait", "60")
+        briefly = run("chat", "x", "--address", f"127.0.0.1:{port}", "--wait", "0.1")
+        assert (briefly.returncode, briefly.stdout) == (1, "")
+        assert "connection refused" in briefly.stderr
+        assert waiting.poll() is None, "it still waits"
+    with serve(service, port=port):
+        output, _ = waiting.communicate(timeout=PATIENCE)
+    assert (waiting.returncode, output) == (0, "late\n")
+    missing = run("generate", "x", "--address", f"unix:{tmp_path}/none", "--wait", "0.1")
+    assert "there is no such socket" in missing.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_what_waiting_does_not_help_is_told_at_once(command: str) -> None:
+    """Whatever the wait, which outlasts this test's patience."""
+    service = ScriptedInference()
+    service.failures.extend([Fail(grpc.StatusCode.UNAVAILABLE, "it drains")] * 9)
+    with serve(service) as address:
+        for flags in (("--address", address), ("--address", address, "--tls")):
+            done = run(command, "x", *flags, "--wait", "1000")
+            assert done.returncode == 1
