@@ -107,45 +107,54 @@ class Chat:
                 conversation.options = with_option(conversation.options, name, text)
             except ValueError as error:
                 self._say(str(error))
+                return
         elif name == "stop":
             stop = [value] if value else self._defaults.get("stop", [])
             conversation.options = {**conversation.options, "stop": stop}
         elif name == "drop_oldest":
             if value not in _SWITCHES:
                 self._say(f"drop_oldest: {value} is neither on nor off")
-            else:
-                conversation.drop_oldest = _SWITCHES[value]
+                return
+            conversation.drop_oldest = _SWITCHES[value]
         else:
             options = ", ".join((*NUMBERS, "stop", "drop_oldest"))
             what = f"no option {name}; there are" if name else "/set NAME [VALUE]; NAME is one of"
             self._say(f"{what} {options}")
+            return
+        self._say(_row(name, self._value(name)))
 
     def _shown(self) -> str:
         conversation = self._conversation
-        model, options = conversation.model, conversation.options
-        rows = [
-            ("model", f"{model.name} at {self._address}"),
-            (
-                "context",
-                f"{model.max_sequence_token_count} tokens; {conversation.token_count} used by "
-                f"{len(conversation.turns)} turns",
-            ),
-            ("system", conversation.system or "the model's own"),
-        ]
-        for name in NUMBERS:
-            value = options.get(name)
-            rows.append((name, self._default(name) if value is None else f"{value:g}"))
-        stop = options.get("stop") or []
-        rows.append(("stop", ", ".join(repr(text) for text in stop) or "no text"))
-        rows.append(("drop_oldest", "on" if conversation.drop_oldest else "off"))
-        return "\n".join(f"{name:12} {value}" for name, value in rows)
+        model = conversation.model
+        used = f"{conversation.token_count} used by {len(conversation.turns)} turns"
+        rows = {
+            "model": f"{model.name} at {self._address}",
+            "context": f"{model.max_sequence_token_count} tokens; {used}",
+            "system": conversation.system or "the model's own",
+        } | {name: self._value(name) for name in (*NUMBERS, "stop", "drop_oldest")}
+        return "\n".join(_row(name, value) for name, value in rows.items())
+
+    def _value(self, name: str) -> str:
+        """An option as it is now."""
+        conversation = self._conversation
+        if name == "drop_oldest":
+            return "on" if conversation.drop_oldest else "off"
+        if name == "stop":
+            stop = conversation.options.get("stop") or []
+            return ", ".join(repr(text) for text in stop) or "no text"
+        value = conversation.options.get(name)
+        return self._default(name) if value is None else f"{value}"
 
     def _default(self, name: str) -> str:
         value = getattr(self._conversation.model.default_sampling, name, None)
         if value is None:
             return "another for each answer" if name == "seed" else "the server's"
-        return f"{value:g} (the model's)"
+        return f"{value:g} (default)"
 
     def _say(self, text: str) -> None:
         self._output.write(text + "\n")
         self._output.flush()
+
+
+def _row(name: str, value: str) -> str:
+    return f"{name:12} {value}"

@@ -264,11 +264,13 @@ def test_an_option_is_set_shown_and_set_back() -> None:
     talk = rig(["1"], ["2"], ["3"], options={"max_tokens": 64, "top_k": 5})
     for line in ("/set temperature 0.5", "/set top-k 9", "/set seed 3", "/set stop END", "/show"):
         assert talk.take(line)
-    lines = dict(line.split(None, 1) for line in talk.said.getvalue().splitlines())
+    said = talk.said.getvalue().splitlines()
+    assert [line.split() for line in said[:2]] == [["temperature", "0.5"], ["top_k", "9"]]
+    lines = dict(line.split(None, 1) for line in said)
     assert lines["model"] == "m at here:1"
     assert lines["context"] == "4096 tokens; 0 used by 0 turns"
     assert (lines["temperature"], lines["top_k"], lines["seed"]) == ("0.5", "9", "3")
-    assert (lines["top_p"], lines["min_p"]) == ("0.5 (the model's)", "0 (the model's)")
+    assert (lines["top_p"], lines["min_p"]) == ("0.5 (default)", "0 (default)")
     assert (lines["stop"], lines["max_tokens"]) == ("'END'", "64")
     assert talk.take("a")
     assert talk.client.options[0] == {

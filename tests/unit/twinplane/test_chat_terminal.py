@@ -115,7 +115,7 @@ def test_it_says_who_answers_and_ctrl_d_leaves() -> None:
     with serve(ScriptedInference()) as address, chatting("--address", address) as terminal:
         assert f"m at {address}, context 64 tokens" in terminal.read_until("> ")
         terminal.type("/show\r")
-        terminal.read_until("temperature  0.5 (the model's)")
+        terminal.read_until("temperature  0.5 (default)")
         terminal.read_until("> ")
         terminal.type("/help\r")
         terminal.read_until("/set NAME [VALUE]")
