@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from twinplane import Client
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns 0 after an answer, /exit or the end of the input. Raises TwinplaneError, except in a
-    conversation on a terminal, which goes on."""
+def command_line() -> argparse.ArgumentParser:
+    """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane chat",
         usage="%(prog)s [QUESTION|-] [options]",
@@ -51,6 +50,13 @@ def main(argv: Sequence[str]) -> int:
         "--history", metavar="FILE", help="keep what is typed in this file (default: not kept)"
     )
     add_request_flags(parser, max_tokens=1024)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Returns 0 after an answer, /exit or the end of the input. Raises TwinplaneError, except in a
+    conversation on a terminal, which goes on."""
+    parser = command_line()
     namespace = parser.parse_args(argv)
     question = sys.stdin.read().removesuffix("\n") if namespace.question == "-" else None
     question = namespace.question if question is None else question
