@@ -13,10 +13,12 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
 from control_plane.core.claim import ClaimPolicy
+from control_plane.core.request import SamplingParams
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.door import EngineDoor
 from control_plane.rpc.errors import CODES, REASONS, status_of
@@ -36,6 +38,7 @@ from control_plane.shell.successor import ArithmeticChange
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
+from control_plane.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.vocabulary import VocabularyCheck
 from twinplane import __version__
@@ -43,7 +46,7 @@ from twinplane.grpc.health import SettableReadiness
 from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
 from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.metrics.server import CannotServeMetrics, MetricsServer
-from twinplane.models import ModelError, resolve
+from twinplane.models import ModelError, default_sampling, resolve
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
 from twinplane.process.logs import dropped_record_count, fields
@@ -71,13 +74,30 @@ def run(config: ControlConfig) -> int:
         )
         folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
+        sampling = sampling_defaults(config, folder)
     except CannotListen as error:
         return _failed(str(error))
     except (ModelError, ModelFilesInvalid) as error:
         return _failed(f"can't serve the model: {error}")
     name = as_text(config.served_model_name or served_name(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_serve(config, name, text_model))
+        return runner.run(_serve(config, name, text_model, sampling.values))
+
+
+def sampling_defaults(config: ControlConfig, folder: Path) -> SamplingDefaults:
+    """What holds for a request's unset sampling parameters. Raises ModelFilesInvalid."""
+    if config.generation_config == "none":
+        return SamplingDefaults()
+    defaults = read_sampling_defaults(folder, default_sampling(folder))
+    if defaults.source:
+        values = asdict(defaults.values)
+        _logger.info("sampling defaults", extra=fields(source=defaults.source, **values))
+    if defaults.not_applied:
+        _logger.warning(
+            "the model's files ask for sampling that is not applied",
+            extra=fields(file=defaults.source, ignored=", ".join(defaults.not_applied)),
+        )
+    return defaults
 
 
 def _failed(reason: str) -> int:
@@ -116,7 +136,9 @@ class NameCheck:
             )
 
 
-async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) -> int:
+async def _serve(
+    config: ControlConfig, model_name: str, text_model: TextModel, sampling: SamplingParams
+) -> int:
     telemetry = Telemetry(
         __version__,
         methods=INFERENCE_METHODS,
@@ -163,6 +185,7 @@ async def _serve(config: ControlConfig, model_name: str, text_model: TextModel) 
             new_seed=lambda: rng.getrandbits(64),
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
             away_seconds=lambda: away_seconds(fleet.replicas),
+            default_sampling=sampling,
         )
         server = ControlServer(
             [inference_service(servicer)],

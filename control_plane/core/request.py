@@ -39,6 +39,10 @@ class SamplingParams:
     min_p: float = 0.0
 
 
+CONTRACT_DEFAULTS = SamplingParams()
+"""What holds where neither the request nor the model says anything: all tokens, as predicted."""
+
+
 @dataclass(frozen=True, slots=True)
 class StopConditions:
     """`max_tokens` is resolved against the model's length. For stop strings see StopScanner."""

@@ -175,8 +175,15 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
 
 def sampling_to_pb(sampling: SamplingParams, seed: int) -> types_pb2.SamplingParameters:
     """Copies fields by name."""
+    message = default_sampling_to_pb(sampling)
+    message.seed = seed
+    return message
+
+
+def default_sampling_to_pb(sampling: SamplingParams) -> types_pb2.SamplingParameters:
+    """Copies fields by name; the seed stays unset."""
     values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
-    return types_pb2.SamplingParameters(seed=seed, **values)
+    return types_pb2.SamplingParameters(**values)
 
 
 def _scheduled_to_pb(scheduled: ScheduledRows) -> step_pb2.ScheduledRows:

@@ -14,7 +14,14 @@ from typing import Any, assert_never
 import grpc
 
 from control_plane.core.events import Finish, FinishReason, Usage
-from control_plane.core.request import Request, RequestId, StopConditions
+from control_plane.core.request import (
+    CONTRACT_DEFAULTS,
+    Request,
+    RequestId,
+    SamplingParams,
+    StopConditions,
+)
+from control_plane.rpc.convert import default_sampling_to_pb
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
 from control_plane.rpc.request_log import begin_generation
 from control_plane.rpc.turns import Turns
@@ -59,7 +66,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
     an id for a request without one. `away_seconds` says for how long a worker that was attached has
-    been away; 0 where none is.
+    been away; 0 where none is. `default_sampling` holds for what a request leaves unset.
     """
 
     def __init__(
@@ -71,6 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         new_seed: Callable[[], int],
         new_request_id: Callable[[], str],
         away_seconds: Callable[[], float] = lambda: 0.0,
+        default_sampling: SamplingParams = CONTRACT_DEFAULTS,
     ) -> None:
         self._engine = engine
         self._text = text
@@ -78,6 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._new_seed = new_seed
         self._new_request_id = new_request_id
         self._away_seconds = away_seconds
+        self._default_sampling = default_sampling
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
 
@@ -147,7 +156,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         told = begin_generation()
         model = self._model(request.model)
         told.model = model.name
-        call = check_generate(request, model)
+        call = check_generate(request, model, self._default_sampling)
         del request
         token_ids = await self._encode(call.prompt)
         told.prompt_token_count = len(token_ids)
@@ -255,6 +264,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             weight_version=types_pb2.WeightVersion(
                 generation=version.generation, digest=version.digest
             ),
+            default_sampling=default_sampling_to_pb(self._default_sampling),
         )
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
 
-from control_plane.core.request import SamplingParams
+from control_plane.core.request import CONTRACT_DEFAULTS, SamplingParams
 from control_plane.rpc.checker import Checker
 from control_plane.rpc.errors import NoModelServed, UnknownModel
 from control_plane.shell.engine import ServedModel
@@ -103,8 +103,15 @@ def check_model(name: str, served: ServedModel | None, away_seconds: float = 0.0
     return served
 
 
-def check_generate(request: GenerationRequest, model: ServedModel) -> GenerateCall:
-    """Checks all but what needs the prompt's token count. Raises InvalidRequest."""
+def check_generate(
+    request: GenerationRequest,
+    model: ServedModel,
+    default_sampling: SamplingParams = CONTRACT_DEFAULTS,
+) -> GenerateCall:
+    """Checks all but what needs the prompt's token count. Raises InvalidRequest.
+
+    Sampling parameters that are unset are those of `default_sampling`.
+    """
     checker = Checker()
     _few_messages(checker, request.chat)
     checker.known_fields(request)
@@ -119,7 +126,7 @@ def check_generate(request: GenerationRequest, model: ServedModel) -> GenerateCa
             prompt = _chat(checker, request.chat, model)
         case _:
             checker.require(False, "prompt", "one of text, token_ids and chat is needed")
-    sampling = _sampling(checker, request.sampling)
+    sampling = _sampling(checker, request.sampling, default_sampling)
     stop = _stop(checker, request.stop, model)
     checker.require(
         abs(request.priority) <= _MAX_PRIORITY,
@@ -269,7 +276,9 @@ def _chat(checker: Checker, chat: inference_pb2.Chat, model: ServedModel) -> Cha
     return ChatPrompt(turns)
 
 
-def _sampling(checker: Checker, message: types_pb2.SamplingParameters) -> SamplingParams:
+def _sampling(
+    checker: Checker, message: types_pb2.SamplingParameters, defaults: SamplingParams
+) -> SamplingParams:
     checker.known_fields(message, "sampling.")
     given = {field.name: value for field, value in message.ListFields()}
     for name, value in given.items():
@@ -278,7 +287,7 @@ def _sampling(checker: Checker, message: types_pb2.SamplingParameters) -> Sampli
             value in allowed, f"sampling.{name}", f"{_number(value)} is not in {allowed}"
         )
     given.pop("seed", None)
-    return SamplingParams(**given)
+    return replace(defaults, **given)
 
 
 def _stop(checker: Checker, message: inference_pb2.StopConditions, model: ServedModel) -> Stop:

@@ -15,7 +15,7 @@ from google.rpc import error_details_pb2, status_pb2
 from control_plane.core.errors import QueueFull
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import CONTRACT_DEFAULTS, Request, RequestId, SamplingParams
 from control_plane.core.tokens import Tokens
 from control_plane.rpc.door import MAX_HELD_BYTES, EngineDoor
 from control_plane.rpc.errors import status_of
@@ -136,6 +136,7 @@ async def running_edge(
     limits: TextLimits,
     renderer: ChatRenderer | None = None,
     max_held_bytes: int = MAX_HELD_BYTES,
+    default_sampling: SamplingParams = CONTRACT_DEFAULTS,
 ) -> AsyncIterator[Edge]:
     """`renderer` stands in for the processes that render the model's chat template."""
     engine = FakeEngine()
@@ -157,6 +158,7 @@ async def running_edge(
         clock=lambda: 12.5,
         new_seed=lambda: 7,
         new_request_id=lambda: f"made-{next(names)}",
+        default_sampling=default_sampling,
     )
     server = grpc.aio.server(
         interceptors=[StatusInterceptor(status_of, on_call, lambda: "error-1", door=door)],

@@ -19,6 +19,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
+from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1 import inference_pb2_grpc
 
@@ -80,6 +81,14 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     """Of each call."""
     health: deque[int | Fail] = field(default_factory=deque)
     """Answers to health checks of the service; the last one stays. Empty: it has no health."""
+    supports_chat: bool = True
+    unready: int = 0
+    """How often ListModels is answered before there is a model."""
+    default_sampling: types_pb2.SamplingParameters | None = field(
+        default_factory=lambda: types_pb2.SamplingParameters(
+            temperature=0.5, top_k=20, top_p=0.75, min_p=0.0
+        )
+    )
     hanging: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     """Released once for each call that begins to hang."""
 
@@ -140,8 +149,15 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self, request: pb.ListModelsRequest, context: grpc.ServicerContext
     ) -> pb.ListModelsResponse:
         self._note(request, context)
+        if self.unready > 0:
+            self.unready -= 1
+            return pb.ListModelsResponse()
         model = pb.ServedModel(
-            name="m", max_sequence_token_count=64, vocabulary_size=9, supports_chat=True
+            name="m",
+            max_sequence_token_count=64,
+            vocabulary_size=9,
+            supports_chat=self.supports_chat,
+            default_sampling=self.default_sampling,
         )
         model.weight_version.generation = 1
         model.weight_version.digest = "ab"
@@ -196,17 +212,19 @@ def _abort(failure: Fail, context: grpc.ServicerContext) -> None:
 
 @contextmanager
 def serve(
-    service: ScriptedInference, credentials: grpc.ServerCredentials | None = None
+    service: ScriptedInference,
+    credentials: grpc.ServerCredentials | None = None,
+    port: int = 0,
 ) -> Iterator[str]:
-    """Serves on a free loopback port; yields its address."""
+    """Serves on a loopback port, by default a free one; yields its address."""
     server = grpc.server(ThreadPoolExecutor(max_workers=8), options=[("grpc.so_reuseport", 0)])
     inference_pb2_grpc.add_InferenceServiceServicer_to_server(service, server)
     if service.health:
         health_pb2_grpc.add_HealthServicer_to_server(_Health(service), server)
     port = (
-        server.add_insecure_port("127.0.0.1:0")
+        server.add_insecure_port(f"127.0.0.1:{port}")
         if credentials is None
-        else server.add_secure_port("127.0.0.1:0", credentials)
+        else server.add_secure_port(f"127.0.0.1:{port}", credentials)
     )
     server.start()
     try:

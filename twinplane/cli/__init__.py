@@ -53,8 +53,8 @@ _GROUPS = (
     (
         "use",
         (
-            _Command("generate", "complete a prompt", "twinplane.cli.generate"),
-            _Command("chat", "talk to a model", "twinplane.cli.chat"),
+            _Command("generate", "answer one prompt", "twinplane.cli.generate"),
+            _Command("chat", "ask a model, or talk to it", "twinplane.cli.chat"),
             _Command("status", "what a running server serves", "twinplane.cli.status"),
         ),
     ),

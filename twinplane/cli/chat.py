@@ -1,135 +1,143 @@
-"""`twinplane chat`: a conversation, turn by turn, on a terminal or through a pipe."""
+"""`twinplane chat`: one question, or a conversation on a terminal or through a pipe."""
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from twinplane.cli.chat_commands import Chat
+from twinplane.cli.chat_input import Entry, History, TerminalInput, read_entry
+from twinplane.cli.conversation import Conversation
 from twinplane.cli.failures import one_line
-from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
-from twinplane.client.options import GenerateOptions
-from twinplane.errors import TwinplaneError
+from twinplane.cli.request_flags import (
+    CONVERSATION_WAIT,
+    RequestFlags,
+    add_request_flags,
+    quiet_grpc,
+    request_flags,
+)
+from twinplane.cli.served import served_model, tell_waiting
+from twinplane.cli.word_wrap import WordWrap
+from twinplane.errors import InvalidRequest, TwinplaneError
+from twinplane.paths import expand
 
 if TYPE_CHECKING:
-    from twinplane import Client, Message
-
-_HELP = """\
-/reset        forget the conversation
-/system TEXT  begin again with these instructions (no TEXT: the model's own)
-/exit         leave (or Ctrl-D)
-Ctrl-C stops an answer."""
+    from twinplane import Client
 
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
     parser = argparse.ArgumentParser(
         prog="twinplane chat",
-        usage="%(prog)s [options]",
-        description="Talk to a model. /help lists what can be typed.",
+        usage="%(prog)s [QUESTION|-] [options]",
+        description="Ask a model one question, or talk to it. /help lists what can be typed.",
         allow_abbrev=False,
     )
+    parser.add_argument(
+        "question", nargs="?", help="answer this and leave; -: all of standard input"
+    )
     parser.add_argument("--system", metavar="TEXT", help="instructions to begin with")
+    parser.add_argument(
+        "--drop-oldest",
+        action="store_true",
+        help="forget the oldest turns when the context is full",
+    )
+    parser.add_argument(
+        "--history", metavar="FILE", help="keep what is typed in this file (default: not kept)"
+    )
     add_request_flags(parser, max_tokens=1024)
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns 0 after /exit or at the end of the input. Raises TwinplaneError if input is piped."""
+    """Returns 0 after an answer, /exit or the end of the input. Raises TwinplaneError, except in a
+    conversation on a terminal, which goes on."""
     parser = command_line()
     namespace = parser.parse_args(argv)
+    question = sys.stdin.read().removesuffix("\n") if namespace.question == "-" else None
+    question = namespace.question if question is None else question
+    if question is not None and not question.strip():
+        parser.error("the question is empty")
+    history = None if namespace.history is None else History(Path(expand(namespace.history)))
     quiet_grpc()
-
-    interactive = sys.stdin.isatty()
-    if interactive:
-        import readline  # noqa: F401 (gives `input` line editing and history)
-
-        print("/help lists commands, Ctrl-D leaves.")
-    flags = request_flags(namespace)
+    talking = question is None and sys.stdin.isatty() and sys.stdout.isatty()
+    flags = (
+        request_flags(namespace, wait=CONVERSATION_WAIT) if talking else request_flags(namespace)
+    )
+    address = flags.connection.address
     with flags.connection.client() as client:
-        chat = Chat(client, flags.options, namespace.system, sys.stdout)
-        return _loop(chat, interactive=interactive)
+        conversation = _conversation(client, flags, namespace.system, namespace.drop_oldest)
+        chat = Chat(conversation, address, _output(sys.stdout), sys.stdout, sys.stderr)
+        if question is not None:
+            chat.answer(question)
+        elif talking:
+            print(chat.greeting())
+            _talk(chat, TerminalInput(history).read)
+        else:
+            _listen(chat)
+    return 0
 
 
-def _loop(chat: Chat, *, interactive: bool) -> int:
+def _conversation(
+    client: Client, flags: RequestFlags, system: str | None, drop_oldest: bool
+) -> Conversation:
+    """Begins one with the model that the flags name. Raises TwinplaneError."""
+    model = served_model(
+        client,
+        flags.options.get("model") or "",
+        seconds=flags.wait_seconds,
+        on_wait=tell_waiting(flags.connection.address),
+    )
+    if not model.supports_chat:
+        raise InvalidRequest(
+            f"{model.name} has no chat template; `twinplane generate` goes on from a text"
+        )
+    options = flags.options_with_max_tokens
+    return Conversation(client, model, options, system=system, drop_oldest=drop_oldest)
+
+
+def _output(output: TextIO) -> Callable[[str], object]:
+    """What shows an answer's text: on a terminal it is wrapped."""
+
+    def write(text: str) -> None:
+        output.write(text)
+        output.flush()
+
+    if not output.isatty():
+        return write
+    return WordWrap(write, lambda: shutil.get_terminal_size().columns).push
+
+
+def _talk(chat: Chat, read: Callable[[], Entry]) -> None:
+    """A conversation on a terminal."""
     while True:
         try:
-            line = input("> ") if interactive else input()
+            entry = read()
         except EOFError:
-            return 0
+            print()
+            return
         except KeyboardInterrupt:
-            if not interactive:
-                raise
             print()
             continue
         try:
-            if not chat.take(line):
-                return 0
+            if not chat.take(entry):
+                return
+        except KeyboardInterrupt:
+            pass  # it has ended the answer
         except TwinplaneError as error:
-            if not interactive:
-                raise
             print(one_line(error), file=sys.stderr)
 
 
-class Chat:
-    """The conversation so far. Each line of input changes or continues it."""
-
-    def __init__(
-        self, client: Client, options: GenerateOptions, system: str | None, output: TextIO
-    ) -> None:
-        self._client = client
-        self._options = options
-        self._system = system or None
-        self._output = output
-        self._turns: list[Message] = []
-
-    def take(self, line: str) -> bool:
-        """Handles one line. Returns False when the chat is over.
-
-        Raises TwinplaneError when a turn fails; the conversation is then as before that turn.
-        """
-        command, _, rest = line.strip().partition(" ")
-        match command:
-            case "":
-                pass
-            case "/exit" | "/quit":
-                return False
-            case "/reset":
-                self._turns.clear()
-            case "/system":
-                self._turns.clear()
-                self._system = rest.strip() or None
-            case "/help":
-                self._say(_HELP)
-            case _ if command.startswith("/"):
-                self._say(f"no command {command}; /help lists them")
-            case _:
-                self._answer(line)
-        return True
-
-    def _answer(self, question: str) -> None:
-        from twinplane import Message
-
-        turns = [*self._turns, Message("user", question)]
-        first = [] if self._system is None else [Message("system", self._system)]
-        parts: list[str] = []
+def _listen(chat: Chat) -> None:
+    """A conversation through a pipe: each line is a turn."""
+    while True:
         try:
-            with self._client.generate([*first, *turns], **self._options) as generation:
-                for delta in generation:
-                    parts.append(delta.text)
-                    self._output.write(delta.text)
-                    self._output.flush()
-        except KeyboardInterrupt:
-            self._output.write(" …")  # what was said so far stays in the conversation
-        except TwinplaneError:
-            if "".join(parts):
-                self._say("")  # the error gets a line of its own
-            raise
-        self._say("")
-        if parts:
-            self._turns = [*turns, Message("assistant", "".join(parts))]
-
-    def _say(self, text: str) -> None:
-        self._output.write(text + "\n")
-        self._output.flush()
+            entry = read_entry(lambda _: input())
+        except EOFError:
+            return
+        if not chat.take(entry):
+            return

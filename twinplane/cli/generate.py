@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
-from twinplane.cli.request_flags import add_request_flags, quiet_grpc, request_flags
+from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
+from twinplane.cli.served import fitting, served_model, tell_waiting
 from twinplane.errors import TwinplaneError
 
 if TYPE_CHECKING:
-    from twinplane import Generation, GenerationResult
+    from twinplane import Client, Generation, GenerationResult
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -21,10 +22,14 @@ def command_line() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="twinplane generate",
         usage="%(prog)s [PROMPT|-] [options]",
-        description="Complete a prompt; the output streams.",
+        description="Answer a prompt, in the chat template of a model that has one. The output "
+        "streams.",
         allow_abbrev=False,
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: standard input")
+    parser.add_argument(
+        "--raw", action="store_true", help="go on from the text as it is, without a chat template"
+    )
     add_request_flags(parser, max_tokens=256)
     parser.add_argument("--json", action="store_true", help="one JSON object at the end")
     parser.add_argument("-v", "--verbose", action="store_true", help="usage on standard error")
@@ -38,12 +43,14 @@ def main(argv: Sequence[str]) -> int:
     prompt = _prompt(namespace.prompt, sys.stdin)
     if prompt is None:
         parser.error("no prompt: give one, or pipe it in")
+    if not prompt:
+        parser.error("the prompt is empty")
     quiet_grpc()
 
     flags = request_flags(namespace)
     with (
         flags.connection.client() as client,
-        client.generate(prompt, **flags.options) as generation,
+        _generation(client, flags, prompt, raw=namespace.raw) as generation,
     ):
         if not namespace.json:
             _stream(generation)
@@ -69,12 +76,28 @@ def _stream(generation: Generation) -> None:
     print()
 
 
+def _generation(client: Client, flags: RequestFlags, prompt: str, *, raw: bool) -> Generation:
+    from twinplane import Message
+
+    model = served_model(
+        client,
+        flags.options.get("model") or "",
+        seconds=flags.wait_seconds,
+        on_wait=tell_waiting(flags.connection.address),
+    )
+    asked = [Message("user", prompt)] if model.supports_chat and not raw else prompt
+    options = flags.options
+    if "max_tokens" not in options:
+        options = fitting(client, asked, flags.options_with_max_tokens, model)
+    return client.generate(asked, **options)
+
+
 def _prompt(given: str | None, stdin: TextIO) -> str | None:
     if given is not None and given != "-":
         return given
     if given is None and stdin.isatty():
         return None
-    return stdin.read()
+    return stdin.read().removesuffix("\n")  # with which `echo` and every text file end
 
 
 def _as_json(result: GenerationResult) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from dataclasses import dataclass
 from typing import cast
@@ -10,22 +11,45 @@ from typing import cast
 from twinplane.cli.connection import Connection, add_connection_flags, connection
 from twinplane.client.options import GenerateOptions
 
+_WAIT = 10.0
+CONVERSATION_WAIT = 60.0
+"""Seconds; somebody sits there, sees what is waited for, and can leave."""
+
 
 @dataclass(frozen=True, slots=True)
 class RequestFlags:
-    """Where to send a request, and the options that were given for it."""
+    """Where to send a request, and the options that were given for it.
+
+    `default_max_tokens` is how long an answer may be where the options don't say. A server that is
+    starting is waited for `wait_seconds`.
+    """
 
     connection: Connection
     options: GenerateOptions
+    default_max_tokens: int
+    wait_seconds: float
+
+    @property
+    def options_with_max_tokens(self) -> GenerateOptions:
+        """The options; `max_tokens` among them."""
+        return {"max_tokens": self.default_max_tokens, **self.options}
 
 
 def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the flags to `parser`, in two groups."""
+    """Adds the flags to `parser`, in two groups. `max_tokens` is the default, as far as it fits."""
+    parser.set_defaults(default_max_tokens=max_tokens)
     server = add_connection_flags(parser)
     server.add_argument("--model", default="", metavar="NAME", help="default: the one served")
-    sampling = parser.add_argument_group("sampling")
+    server.add_argument(
+        "--wait",
+        type=_seconds,
+        metavar="S",
+        help=f"seconds that a server may take to start (default: {_WAIT:g}, and "
+        f"{CONVERSATION_WAIT:g} for a conversation)",
+    )
+    sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s"
+        "--max-tokens", type=int, metavar="N", help=f"default: {max_tokens}, or as many as fit"
     )
     sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy")
     sampling.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
@@ -37,14 +61,34 @@ def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
     )
 
 
-def request_flags(namespace: argparse.Namespace) -> RequestFlags:
-    """The flags that have a value. Each of them is the option of the same name."""
+def request_flags(namespace: argparse.Namespace, *, wait: float = _WAIT) -> RequestFlags:
+    """The flags that have a value. Each of them is the option of the same name.
+
+    `wait` holds where its flag isn't given.
+    """
     given = {
         name: value
         for name, value in vars(namespace).items()
         if name in GenerateOptions.__optional_keys__ and value is not None
     }
-    return RequestFlags(connection(namespace), cast(GenerateOptions, given))
+    options = cast(GenerateOptions, given)
+    given_wait: float | None = namespace.wait
+    return RequestFlags(
+        connection(namespace),
+        options,
+        namespace.default_max_tokens,
+        wait if given_wait is None else given_wait,
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
 
 
 def quiet_grpc() -> None:

@@ -10,12 +10,13 @@ _Method = TypeVar("_Method", bound=Callable[..., object])
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a generation. The server chooses what is left out or None.
+    """Options of a generation. The server chooses what is left out or None. For temperature, top_k,
+    top_p and min_p it takes the model's own values, which `list_models` tells.
 
     model           The model's name. It may be left out where one model is served.
     max_tokens      The most tokens to generate. Default: as many as fit.
-    temperature     1 draws as the model predicts, 0 takes the likeliest token. Default: 1.
-    top_k           Only this many of the likeliest tokens are eligible. Default, and 0: all.
+    temperature     1 draws as the model predicts, 0 takes the likeliest token.
+    top_k           Only this many of the likeliest tokens are eligible. 0: all.
     top_p           Only the likeliest tokens that together have this probability are eligible.
     min_p           Only tokens at least this fraction as likely as the likeliest are eligible.
     seed            The same request with the same seed gives the same tokens. Default: random;

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from twinplane.client.values import (
     Delta,
     FinishReason,
     GenerationResult,
+    SamplingDefaults,
     ServedModel,
     Usage,
     WeightVersion,
@@ -134,6 +137,14 @@ def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
             weight_version=WeightVersion(
                 model.weight_version.generation, model.weight_version.digest
             ),
+            default_sampling=_sampling_defaults(model),
         )
         for model in response.models
     )
+
+
+def _sampling_defaults(model: pb.ServedModel) -> SamplingDefaults | None:
+    if not model.HasField("default_sampling"):
+        return None
+    names = (field.name for field in fields(SamplingDefaults))
+    return SamplingDefaults(**{name: getattr(model.default_sampling, name) for name in names})

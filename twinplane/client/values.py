@@ -107,14 +107,28 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """What holds for the sampling options that a generation leaves out."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is served. The longest sequence counts prompt and output."""
+    """A model that is served. The longest sequence counts prompt and output.
+
+    `default_sampling` is None where the server is too old to tell.
+    """
 
     name: str
     max_sequence_token_count: int
     vocabulary_size: int
     supports_chat: bool
     weight_version: WeightVersion
+    default_sampling: SamplingDefaults | None = None
 
 
 @dataclass(frozen=True, slots=True)

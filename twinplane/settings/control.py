@@ -32,6 +32,12 @@ class ControlConfig:
     max_model_len: int | None = option(
         None, "most tokens of a sequence, prompt and output; default: the worker's", group=_MODEL
     )
+    generation_config: str = option(
+        "auto",
+        "where unset sampling parameters come from; auto: the model's files; none: temperature 1",
+        group=_MODEL,
+        choices=("auto", "none"),
+    )
     tokenizer_threads: int = option(2, "threads for tokenizing and chat templates", group=_MODEL)
 
     trust_message_special_tokens: bool = option(

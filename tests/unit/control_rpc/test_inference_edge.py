@@ -29,6 +29,7 @@ from twinplane.inference.v1 import inference_pb2
 from twinplane.inference.v1.inference_pb2 import (
     Chat,
     ChatMessage,
+    CompleteRequest,
     DetokenizeRequest,
     GenerateRequest,
     GenerateResponse,
@@ -312,6 +313,28 @@ async def test_list_models(edge: Edge) -> None:
     assert (model.name, model.max_sequence_token_count, model.vocabulary_size) == ("tiny", 100, 300)
     assert model.supports_chat
     assert (model.weight_version.generation, model.weight_version.digest) == (1, "ab" * 32)
+    assert model.default_sampling == SamplingParameters(temperature=1, top_k=0, top_p=1, min_p=0)
+
+
+async def test_a_model_s_own_sampling_is_reported_and_used(tiny_text: TextModel) -> None:
+    own = SamplingParams(0.5, 20, 0.75, 0.125)
+    async with running_edge(tiny_text, TextLimits(), default_sampling=own) as edge:
+        [model] = (await edge.stub.ListModels(ListModelsRequest())).models
+        assert model.default_sampling == SamplingParameters(
+            temperature=0.5, top_k=20, top_p=0.75, min_p=0.125
+        )
+        for sampling in (None, SamplingParameters(temperature=0, top_k=0), model.default_sampling):
+            call = edge.stub.Generate(generate_request(sampling=sampling))
+            await call.read()
+            call.cancel()
+        edge.engine.submitted.clear()
+        whole = asyncio.ensure_future(edge.stub.Complete(CompleteRequest(text="hi")))
+        await edge.engine.stream()
+        whole.cancel()
+        unset, greedy, named, complete = edge.engine.requests
+        assert complete.sampling == own
+        assert unset.sampling == named.sampling == own
+        assert greedy.sampling == SamplingParams(0.0, 0, 0.75, 0.125)
 
 
 async def test_a_model_without_a_template(tiny_text: TextModel) -> None:

@@ -22,3 +22,16 @@ def run(*arguments: str, stdin: str = "", **variables: str) -> subprocess.Comple
         cwd=ROOT,
         env=plane_environment(**variables),
     )
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """Starts it without input; whoever calls waits for its end."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "twinplane.cli", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=plane_environment(),
+    )

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +23,7 @@ from tests.support.scripted_inference import (
     started,
 )
 from tests.unit.twinplane.cli_process import PATIENCE, run
-from twinplane import Delta, Message, TwinplaneError
 from twinplane.cli import main
-from twinplane.cli.chat import Chat
 from twinplane.cli.failures import one_line
 from twinplane.errors import InvalidRequest, Overloaded, Unavailable, Violation
 from twinplane.inference.v1 import inference_pb2 as pb
@@ -96,11 +89,59 @@ def test_generate_streams_text_and_tells_its_usage(simulated_planes: Planes) -> 
     assert as_json["usage"]["completion_tokens"] == len(as_json["token_ids"]) == 8
     assert as_json["model"] == "tiny"
     for argument in ((), ("-",)):
-        assert run("generate", *argument, *flags, stdin="ab").stdout == plain.stdout
+        for piped in ("ab", "ab\n"):
+            assert run("generate", *argument, *flags, stdin=piped).stdout == plain.stdout
+
+
+def test_generate_uses_the_chat_template_unless_it_is_told_not_to(simulated_planes: Planes) -> None:
+    flags = ("--address", simulated_planes.address, "--max-tokens", "2", "--json")
+
+    def prompt_tokens(*arguments: str, stdin: str = "") -> int:
+        done = run("generate", *arguments, *flags, stdin=stdin)
+        assert done.returncode == 0, done.stderr
+        count: int = json.loads(done.stdout)["usage"]["prompt_tokens"]
+        return count
+
+    assert prompt_tokens("ab", "--raw") == 2
+    assert prompt_tokens("--raw", stdin="ab\n") == 2, "the newline of a pipe is none of the prompt"
+    assert prompt_tokens("--raw", stdin="ab\n\n") == 3, "only one is"
+    rendered = "<|im_start|>user\nab<|im_end|>\n<|im_start|>assistant\n"
+    special = rendered.count("<|im_start|>") * 11 + rendered.count("<|im_end|>") * 9
+    assert prompt_tokens("ab") == len(rendered) - special
+
+
+@pytest.mark.parametrize("arguments", [[""], ["-"], [], ["--raw", ""]])
+def test_an_empty_prompt_is_a_mistake_of_usage(arguments: list[str]) -> None:
+    done = run("generate", *arguments, stdin="\n")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the prompt is empty" in done.stderr
+
+
+def test_a_model_without_a_template_goes_on_from_the_text() -> None:
+    service = ScriptedInference(
+        scripts=deque([[started(), delta("a", 1), finished()]]), supports_chat=False
+    )
+    with serve(service) as address:
+        assert main(["generate", "the prompt", f"--address={address}"]) == 0
+    [request] = [r for r in service.requests if isinstance(r, pb.GenerateRequest)]
+    assert request.text == "the prompt"
+
+
+def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
+    simulated_planes: Planes,
+) -> None:
+    """The tiny model's length is 2,048 tokens, one for each byte."""
+    flags = ("--address", simulated_planes.address, "--json", "--raw")
+    done = run("generate", "x" * 2_000, *flags)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 48
+    refused = run("generate", "x" * 2_000, *flags, "--max-tokens", "49")
+    assert refused.returncode == 1
+    assert "48" in refused.stderr
 
 
 def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
-    nobody = run("generate", "x", "--address", f"127.0.0.1:{free_port()}")
+    nobody = run("generate", "x", "--address", f"127.0.0.1:{free_port()}", "--wait", "0")
     assert nobody.returncode == 1
     assert nobody.stdout == ""
     assert len(nobody.stderr.splitlines()) == 1
@@ -157,158 +198,14 @@ def test_what_is_asked_for_reaches_the_server() -> None:
              "--seed=9", "--stop=x", "--stop=y", "--model=m")  # fmt: skip
     with serve(service) as address:
         assert main(["generate", "the prompt", f"--address={address}", *flags]) == 0
-    (request,) = service.requests
-    assert isinstance(request, pb.GenerateRequest)
-    assert (request.text, request.model) == ("the prompt", "m")
+    [request] = [r for r in service.requests if isinstance(r, pb.GenerateRequest)]
+    [message] = request.chat.messages
+    assert (message.role, message.content, request.model) == ("user", "the prompt", "m")
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.5, 4, 0.75)
     assert (sampling.min_p, sampling.seed) == (0.25, 9)
     assert request.stop.max_tokens == 5
     assert list(request.stop.strings) == ["x", "y"]
-
-
-# chat.
-
-
-@dataclass
-class FakeClient:
-    """Plays one answer per call: texts, or an exception raised after those before it."""
-
-    answers: list[list[str | BaseException]]
-    seen: list[list[Message]] = field(default_factory=list)
-
-    def generate(self, prompt: list[Message], **_: object) -> FakeClient:
-        self.seen.append(prompt)
-        return self
-
-    def __enter__(self) -> FakeClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return None
-
-    def __iter__(self) -> Iterator[Delta]:
-        for item in self.answers.pop(0):
-            if isinstance(item, BaseException):
-                raise item
-            yield Delta(item, (1,))
-
-
-def chat_with(
-    *answers: list[str | BaseException], system: str | None = None
-) -> tuple[Any, FakeClient, io.StringIO]:
-    client, output = FakeClient(list(answers)), io.StringIO()
-    untyped: Any = client
-    return Chat(untyped, {}, system, output), client, output
-
-
-def test_a_conversation_carries_its_turns() -> None:
-    chat, client, output = chat_with(["He", "llo"], ["Bye"], system="Be kind.")
-    assert chat.take("hi")
-    assert chat.take("  ")
-    assert chat.take("more")
-    assert output.getvalue() == "Hello\nBye\n"
-    assert client.seen[1] == [
-        Message("system", "Be kind."),
-        Message("user", "hi"),
-        Message("assistant", "Hello"),
-        Message("user", "more"),
-    ]
-    assert not chat.take("/exit")
-
-
-def test_reset_and_system_begin_again() -> None:
-    chat, client, _ = chat_with(["1"], ["2"], ["3"], ["4"])
-    for line in ("a", "/reset", "b", "/system Be brief.", "c", "/system", "d"):
-        assert chat.take(line)
-    assert client.seen[1] == [Message("user", "b")]
-    assert client.seen[2] == [Message("system", "Be brief."), Message("user", "c")]
-    assert client.seen[3] == [Message("user", "d")]
-
-
-def test_unknown_commands_are_not_sent() -> None:
-    chat, client, output = chat_with()
-    assert chat.take("/rest")
-    assert client.seen == []
-    assert "/help" in output.getvalue()
-
-
-def test_ctrl_c_stops_the_answer_and_keeps_what_was_said() -> None:
-    chat, client, output = chat_with(["par", KeyboardInterrupt()], ["ok"])
-    assert chat.take("hi")
-    assert chat.take("go on")
-    assert output.getvalue() == "par …\nok\n"
-    assert client.seen[1][1] == Message("assistant", "par")
-
-
-def test_a_failed_turn_is_undone() -> None:
-    chat, client, _ = chat_with([TwinplaneError("no")], ["ok"])
-    with pytest.raises(TwinplaneError):
-        chat.take("first")
-    assert chat.take("second")
-    assert client.seen[1] == [Message("user", "second")]
-
-
-def test_chat_through_a_pipe(simulated_planes: Planes) -> None:
-    flags = ("--address", simulated_planes.address, "--max-tokens", "4", "--seed", "1")
-    done = run("chat", *flags, stdin="ab\n/exit\nnever\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\n")
-    assert ">" not in done.stdout.splitlines()[0][:1]
-
-
-def test_on_a_terminal_ctrl_c_stops_the_answer_and_the_chat_goes_on() -> None:
-    service = ScriptedInference(
-        scripts=deque(
-            [
-                [started(), delta("half", 1), Hang()],
-                [started(), delta("whole", 2), finished()],
-            ]
-        )
-    )
-    ours, theirs = pty.openpty()
-    seen = ""
-
-    def read_until(text: str) -> None:
-        nonlocal seen
-        while text not in seen:
-            seen += os.read(ours, 1 << 12).decode(errors="replace")
-        seen = seen.partition(text)[2]
-
-    with (
-        serve(service) as address,
-        subprocess.Popen(
-            [sys.executable, "-c", _ON_TERMINAL, "chat", "--address", address],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            cwd=ROOT,
-            env=plane_environment(TERM="dumb"),
-        ) as process,
-    ):
-        os.close(theirs)
-        read_until("> ")
-        os.write(ours, b"hi\n")
-        read_until("half")
-        os.write(ours, b"\x03")
-        assert service.left.acquire(timeout=PATIENCE)
-        read_until("> ")
-        os.write(ours, b"again\n")
-        read_until("whole")
-        read_until("> ")
-        os.write(ours, b"\x04")
-        assert process.wait(PATIENCE) == 0
-    os.close(ours)
-
-
-# Makes the terminal it was given its own, so that ^C typed there becomes a signal.
-_ON_TERMINAL = """
-import fcntl, sys, termios
-fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-from twinplane.cli import main
-sys.exit(main())
-"""
 
 
 # model.

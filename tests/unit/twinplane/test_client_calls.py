@@ -18,6 +18,7 @@ from twinplane import (
     FinishReason,
     GenerationResult,
     Message,
+    SamplingDefaults,
     ServedModel,
     Usage,
     WeightVersion,
@@ -183,4 +184,14 @@ def test_detokenize(call: Call, service: ScriptedInference) -> None:
 
 
 def test_list_models(call: Call) -> None:
-    assert call("list_models") == (ServedModel("m", 64, 9, True, WeightVersion(1, "ab")),)
+    defaults = SamplingDefaults(0.5, 20, 0.75, 0.0)
+    version = WeightVersion(1, "ab")
+    assert call("list_models") == (ServedModel("m", 64, 9, True, version, defaults),)
+
+
+def test_a_server_that_is_too_old_to_tell_its_sampling(
+    call: Call, service: ScriptedInference
+) -> None:
+    service.default_sampling = None
+    [model] = call("list_models")
+    assert model.default_sampling is None

@@ -19,7 +19,9 @@ import pytest
 from tests.support.planes import ROOT
 from tests.unit.twinplane.tiny_gguf import TinyGguf
 from twinplane import models
+from twinplane.bounds import SAMPLING_RANGES
 from twinplane.models import (
+    CATALOGUE,
     CacheUnusable,
     HashMismatch,
     ModelInvalid,
@@ -351,3 +353,30 @@ def test_the_default_models_tokenizer_round_trips_in_several_scripts() -> None:
         "<|im_start|>",
         "<|im_end|>",
     ]
+
+
+def test_the_catalogue_s_sampling_belongs_to_its_folder_alone(tmp_path: Path) -> None:
+    fixture = Fixture(tmp_path)
+    fixture.entry = replace(fixture.entry, sampling={"temperature": 0.25})
+    store = fixture.store()
+    assert store.default_sampling(tmp_path / "cache" / "models" / "tiny") == {}, "not made yet"
+    folder = store.pull("tiny", NoProgress())
+    assert store.default_sampling(folder) == {"temperature": 0.25}
+    link = tmp_path / "tiny"
+    link.symlink_to(folder)
+    assert store.default_sampling(link) == {"temperature": 0.25}
+    link.unlink()
+    link.mkdir()
+    assert store.default_sampling(link) == {}, "of the same name, and somebody else's"
+
+    def nowhere() -> Path:
+        raise CacheUnusable("no home folder")
+
+    homeless = ModelStore(ModelCache(nowhere), fixture.download, (fixture.entry,))
+    assert homeless.default_sampling(link) == {}
+
+
+@pytest.mark.parametrize("entry", CATALOGUE, ids=lambda entry: entry.name)
+def test_every_entry_says_how_it_is_sampled(entry: WheelModel) -> None:
+    assert entry.sampling
+    assert all(value in SAMPLING_RANGES[name] for name, value in entry.sampling.items())
