@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
 
 from twinplane import __version__
@@ -86,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if _show(f"twinplane {__version__}") else 1
     command = _find(arguments[0])
     if command is None:
-        print(f"twinplane: no command {arguments[0]!r}; see twinplane --help", file=sys.stderr)
+        print(f"twinplane: no command {arguments[0]!r}; {_advice(arguments[0])}", file=sys.stderr)
         return 2
     return _run(command, arguments[1:])
 
@@ -150,6 +151,36 @@ def commands() -> dict[str, tuple[str, str]]:
 
 def _find(name: str) -> _Command | None:
     return next((c for _, commands in _GROUPS for c in commands if c.name == name), None)
+
+
+# Names that other programs have for it.
+_ALIASES = {
+    "serve": "up",
+    "server": "up",
+    "start": "up",
+    "launch": "up",
+    "run": "chat",
+    "prompt": "generate",
+    "complete": "generate",
+    "completion": "generate",
+    "pull": "model pull",
+    "download": "model pull",
+    "list": "model list",
+    "ls": "model list",
+    "models": "model list",
+    "check": "doctor",
+    "env": "doctor",
+}
+
+
+def _advice(name: str) -> str:
+    """What to say to whoever typed a command that is none."""
+    names = {command.name: command.name for _, commands in _GROUPS for command in commands}
+    meant = {**_ALIASES, **names}
+    close = get_close_matches(name, sorted(meant), n=1)
+    if close:
+        return f"did you mean `twinplane {meant[close[0]]}`?"
+    return "see twinplane --help"
 
 
 def _help() -> str:

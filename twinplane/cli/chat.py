@@ -24,6 +24,7 @@ from twinplane.cli.served import served_model, tell_waiting
 from twinplane.cli.word_wrap import WordWrap
 from twinplane.errors import InvalidRequest, TwinplaneError
 from twinplane.paths import expand
+from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
     from twinplane import Client
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     """Returns 0 after an answer, /exit or the end of the input. Raises TwinplaneError, except in a
     conversation on a terminal, which goes on."""
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = parse(parser, argv)
     question = sys.stdin.read().removesuffix("\n") if namespace.question == "-" else None
     question = namespace.question if question is None else question
     if question is not None and not question.strip():

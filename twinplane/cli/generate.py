@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
 from twinplane.cli.served import fitting, served_model, tell_waiting
 from twinplane.errors import TwinplaneError
+from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
     from twinplane import Client, Generation, GenerationResult
@@ -39,7 +40,7 @@ def command_line() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Returns 0. Raises TwinplaneError. Ctrl-C cancels the generation."""
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = parse(parser, argv)
     prompt = _prompt(namespace.prompt, sys.stdin)
     if prompt is None:
         parser.error("no prompt: give one, or pipe it in")

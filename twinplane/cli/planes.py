@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from twinplane.settings import hints
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.known import known_settings
@@ -22,6 +23,12 @@ _OF_THE_WORKER = {"metrics_port": "none"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of both planes, except those that `up` sets itself."""
     settings.add_arguments(parser, ControlConfig, WorkerConfig, without=_SET_BY_UP)
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The arguments, by a parser with these flags."""
+    set_by_up = dict.fromkeys(_SET_BY_UP, "is set by `twinplane up` itself")
+    return hints.parse(parser, argv, elsewhere=set_by_up)
 
 
 def control_flags(namespace: argparse.Namespace, **decided: object) -> argparse.Namespace:

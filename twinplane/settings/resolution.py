@@ -10,7 +10,6 @@ This module knows no plane: the classes and the names that exist are handed in.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import tomllib
 import types
@@ -22,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
+from twinplane.settings.hints import hint, nearest, parse
 from twinplane.settings.service_links import is_service_link
 
 if TYPE_CHECKING:
@@ -170,7 +170,13 @@ def from_command_line(
         prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
     )
     add_arguments(parser, cls)
-    namespace = parser.parse_args(argv)
+    others = {
+        name: f"is a setting of `twinplane {plane}`"
+        for plane, names in known.items()
+        if plane != table
+        for name in names
+    }
+    namespace = parse(parser, argv, elsewhere=others)
     try:
         return resolve(cls, namespace, environ, config_file(namespace, environ), table, known=known)
     except SettingsError as error:
@@ -247,7 +253,8 @@ def _check_environment(environ: Mapping[str, str], names: Collection[str]) -> No
         if not name.startswith(_PREFIX) or name in known:
             continue
         if not is_service_link(name, environ[name]):
-            raise SettingsError(f"environment: unknown variable {name}{_nearest(name, known)}")
+            about = hint(name, known, name.removeprefix(_PREFIX).lower())
+            raise SettingsError(f"environment: unknown variable {name}{about}")
 
 
 def _read_file(path: Path, table: str, tables: Mapping[str, Collection[str]]) -> dict[str, _Given]:
@@ -268,20 +275,15 @@ def _read_file(path: Path, table: str, tables: Mapping[str, Collection[str]]) ->
             for inner, inner_value in value.items():
                 if inner not in tables[key]:
                     raise SettingsError(
-                        f"{path}: unknown key [{key}] {inner}{_nearest(inner, tables[key])}"
+                        f"{path}: unknown key [{key}] {inner}{hint(inner, tables[key])}"
                     )
                 if key == table:
                     own[inner] = _Given(inner_value, f"{path}: [{key}] {inner}")
         elif key in every_name:
             shared[key] = _Given(value, f"{path}: {key}")
         else:
-            raise SettingsError(f"{path}: unknown key {key}{_nearest(key, {*every_name, *tables})}")
+            raise SettingsError(f"{path}: unknown key {key}{hint(key, {*every_name, *tables})}")
     return shared | own
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    close = difflib.get_close_matches(name, sorted(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # Values.
@@ -311,7 +313,7 @@ def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
         raise SettingsError(f"{given.source}: {given.value!r} {error}") from error
     choices: Sequence[str] = setting.metadata.get("choices", ())
     if choices and value not in choices:
-        near = _nearest(str(value), choices)
+        near = nearest(str(value), choices)
         raise SettingsError(f"{given.source}: {value!r} is not one of {', '.join(choices)}{near}")
     return value
 
