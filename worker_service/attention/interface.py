@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    # What a model asks of attention is also read where there is no torch.
+    import torch
 
-from worker_service.domain.batch import StepBatch
+    from worker_service.domain.batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

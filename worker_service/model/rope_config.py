@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from worker_service.layers.rope import (
+from worker_service.layers.rope_scaling import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -17,6 +17,7 @@ from worker_service.layers.rope import (
 from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
 from worker_service.model.config import ConfigReader, contradiction
 
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 _DEFAULT_THETA = 10000.0
 _HOLDERS = ("rope_scaling", "rope_parameters")
 # Numbers that some kind of scaling reads. A wrong type is refused in every kind.
@@ -118,9 +119,7 @@ def _scaling(holder: ConfigReader, max_length: int, original_length: int) -> Rop
         case "yarn":
             return _yarn_scaling(holder, original_length)
         case _:
-            raise ModelUnsupported(
-                "rope_type", kind, "default, linear, dynamic, llama3, yarn"
-            ) from None
+            raise ModelUnsupported("rope_type", kind, ", ".join(ROPE_TYPES)) from None
 
 
 def _yarn_scaling(holder: ConfigReader, original_length: int) -> YarnScaling:

@@ -13,7 +13,7 @@ from enum import Enum
 
 from worker_service.attention.interface import LayerAttention
 from worker_service.domain.capability import DataType
-from worker_service.layers.rope import Rope
+from worker_service.layers.rope_scaling import Rope
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from worker_service.domain.capability import DataType
-from worker_service.layers.rope import LinearScaling, Rope, Unscaled, YarnScaling
+from worker_service.layers.rope_scaling import LinearScaling, Rope, Unscaled, YarnScaling
 from worker_service.load_errors import CheckpointInvalid, ModelUnsupported
 from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec
