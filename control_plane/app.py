@@ -273,6 +273,16 @@ async def _start_metrics(
     return port
 
 
+def refusal_of(config: ControlConfig) -> str | None:
+    """Why `run` would refuse the model's files, None if it would not. `twinplane doctor` asks."""
+    try:
+        folder = resolve(config.model, weights=False)
+        load_text_model(folder, trust_messages=config.trust_message_special_tokens)
+    except (ModelError, ModelFilesInvalid) as error:
+        return str(error)
+    return None
+
+
 def text_processor(config: ControlConfig, model: TextModel) -> TextProcessor:
     """The text side of the model as the settings want it."""
     # As many as may run and wait: their texts never refuse whom the queue takes.

@@ -6,15 +6,16 @@ kernels unless they are there, and may take long or die.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass, field, replace
 
+from twinplane.models import ModelError, ModelNotFound
+from twinplane.settings.known import known_settings
+from twinplane.settings.resolution import from_command_line
+from twinplane.settings.worker import WorkerConfig
 from worker_service.kernels.cpu.compiler import (
     KernelsUnavailable,
     default_cache,
@@ -22,89 +23,89 @@ from worker_service.kernels.cpu.compiler import (
     find_toolchain,
 )
 from worker_service.load_errors import LoadError
+from worker_service.startup import StartCheck, StartupError, check_start, check_without_model
 from worker_service.threads import resolve_threads
-
-if TYPE_CHECKING:
-    from worker_service.model.spec import DecoderSpec
-
-_MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 1024,
-}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The answer. Of each pair of a thing and its error, one is empty; both are where no model was
-    given to look at.
+    """The answer. Of each pair of a thing and its error, one is empty.
 
-    `refusals` says for each executor why it can't run the model, or a small one, here; None when it
-    can.
+    `start` says what a start would give. It and `start_error` are both empty where the model is not
+    on this machine and nothing else stops a start. `refusals` says for each executor why it can't
+    run the model with these settings; None when it can. A simulated worker needs no compiler, no
+    torch and no executor: what they are is not looked at.
     """
 
     threads: int
     threads_source: str
-    compiler: str
-    compiler_error: str
-    torch: str
-    torch_error: str
-    devices: tuple[str, ...]
-    refusals: Mapping[str, str | None]
-    model: str
-    model_error: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Torch:
-    """The part of a Report for which torch is needed."""
-
-    version: str = ""
-    error: str = ""
+    compiler: str = ""
+    compiler_error: str = ""
+    torch: str = ""
+    torch_error: str = ""
     devices: tuple[str, ...] = ()
     refusals: Mapping[str, str | None] = field(default_factory=dict)
-    model: str = ""
-    model_error: str = ""
+    start: str = ""
+    start_error: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report; returns 0."""
-    parser = argparse.ArgumentParser(prog="python -m worker_service.probe")
-    parser.add_argument("--threads", type=int, help="the worker's setting")
-    parser.add_argument("--model", type=Path, help="a model folder that a worker would load")
-    arguments = parser.parse_args(argv)
-    print(json.dumps(asdict(probe(arguments.threads, os.environ, arguments.model))))
+    """Prints the report; returns 0. Exits with 2 for wrong settings, as a worker does."""
+    config = from_command_line(
+        WorkerConfig,
+        argv,
+        os.environ,
+        prog="python -m worker_service.probe",
+        description="What a worker with these options finds here, as JSON. Nothing is loaded.",
+        table="worker",
+        known=known_settings(),
+    )
+    print(json.dumps(asdict(probe(config, os.environ))))
     return 0
 
 
-def probe(
-    threads_setting: int | None, environment: Mapping[str, str], model_folder: Path | None = None
-) -> Report:
-    """Looks at the threads, the compiler, torch and its devices, the model and each executor."""
-    threads = resolve_threads(threads_setting)
-    found = _probe_torch(threads.count, model_folder)
-    compiler, compiler_error = "", ""
+def probe(config: WorkerConfig, environment: Mapping[str, str]) -> Report:
+    """Looks at the threads, the compiler, torch and its devices, each executor, and whether a start
+    with these settings would succeed."""
+    threads = resolve_threads(config.threads)
+    report = Report(threads.count, threads.source)
+    if config.simulate:
+        return _with_start(report, config)
     try:
-        compiler = _compiler(environment, build=not found.error)
+        import torch
+    except (ImportError, OSError) as error:  # not installed, or a library of its own is missing
+        report = _with_compiler(replace(report, torch_error=str(error)), environment, build=False)
+        return _with_start(report, config)
+    gpu_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = (f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(gpu_count))
+    report = replace(report, torch=torch.__version__, devices=("cpu", *gpus))
+    return _with_start(_with_compiler(report, environment, build=True), config)
+
+
+def _with_start(report: Report, config: WorkerConfig) -> Report:
+    try:
+        check = _check(config)
+        return replace(report, start=check.summary, refusals=check.refusals)
+    except (StartupError, ModelError, LoadError) as error:
+        return replace(report, start_error=str(error))
+    except Exception as error:  # bad model files can raise anything, and stop a worker as well
+        return replace(report, start_error=f"{type(error).__name__}: {error}")
+
+
+def _check(config: WorkerConfig) -> StartCheck:
+    try:
+        return check_start(config)
+    except ModelNotFound:  # others say so, with the way to get it
+        if config.simulate:
+            return StartCheck("", {})
+        return check_without_model(config)
+
+
+def _with_compiler(report: Report, environment: Mapping[str, str], *, build: bool) -> Report:
+    try:
+        return replace(report, compiler=_compiler(environment, build=build))
     except KernelsUnavailable as unavailable:
-        compiler_error = str(unavailable)
-    return Report(
-        threads=threads.count,
-        threads_source=threads.source,
-        compiler=compiler,
-        compiler_error=compiler_error,
-        torch=found.version,
-        torch_error=found.error,
-        devices=found.devices,
-        refusals=found.refusals,
-        model=found.model,
-        model_error=found.model_error,
-    )
+        return replace(report, compiler_error=str(unavailable))
 
 
 def _compiler(environment: Mapping[str, str], *, build: bool) -> str:
@@ -119,64 +120,6 @@ def _compiler(environment: Mapping[str, str], *, build: bool) -> str:
         return find_toolchain(environment).version
     except KernelsUnavailable:
         return f"none is needed, the kernels are built: {library}"
-
-
-def _probe_torch(threads: int, model_folder: Path | None) -> _Torch:
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # not installed, or a library of its own is missing
-        return _Torch(error=str(error))
-    gpu_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = (f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(gpu_count))
-    spec, model_error = (None, "") if model_folder is None else _describe(model_folder)
-    model = ""
-    if spec is not None:
-        model = f"{spec.architecture}, {len(spec.layers)} layers, {spec.max_length} positions"
-    return _Torch(
-        version=torch.__version__,
-        devices=("cpu", *gpus),
-        refusals=_refusals("cuda" if gpu_count else "cpu", threads, spec),
-        model=model,
-        model_error=model_error,
-    )
-
-
-def _describe(folder: Path) -> tuple[DecoderSpec | None, str]:
-    """The model in the folder, or why a worker would not load it. No weight is read."""
-    from worker_service.model.accounting import account_for
-    from worker_service.model.registry import describe
-    from worker_service.weights.checkpoint import Checkpoint
-
-    try:
-        with Checkpoint(folder) as checkpoint:
-            return account_for(checkpoint, describe(checkpoint.config)), ""
-    except LoadError as error:
-        return None, str(error)
-
-
-def _refusals(device: str, threads: int, spec: DecoderSpec | None) -> dict[str, str | None]:
-    """Why each executor refuses the model, or a small one, in the device's usual number format."""
-    import torch
-
-    from worker_service.domain.capability import DataType, Limits
-    from worker_service.model.registry import describe
-    from worker_service.runner.executor import ExecutorConfig
-    from worker_service.runner.options import Quantization
-    from worker_service.runner.selection import EXECUTORS
-
-    data_type = DataType.FLOAT32 if device == "cpu" else DataType.BFLOAT16
-    config = ExecutorConfig(
-        spec=spec or describe(_MODEL),
-        device=torch.device(device),
-        data_type=getattr(torch, data_type.value),
-        quantization=Quantization.NONE,
-        kv_data_type=data_type,
-        block_size=16,
-        limits=Limits(1, 1, 1024, 1024),
-        thread_count=threads,
-        progress=lambda line: None,
-    )
-    return {str(kind): kind.probe(config) for kind in EXECUTORS}
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """From settings to a runner: the real one, or the simulated. Runs on the device thread.
 
-torch is imported lazily, by what the real runner needs, so a simulated worker never needs it.
+`check_start` and `refusal_of` ask the same code beforehand, and load nothing. torch is imported
+lazily, by what the real runner needs, so a simulated worker never needs it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from twinplane import models
 from twinplane.extras import Extra, how_to_get
@@ -16,13 +18,31 @@ from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
 from worker_service.domain.capability import DataType, Limits
+from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
+from worker_service.model.registry import describe
 from worker_service.runner.interface import Runner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
 from worker_service.threads import resolve_threads
 
 _DEFAULT_LENGTH = 8_192
+DEFAULT_ROWS: Mapping[str, int] = MappingProxyType({"cpu": 64, "cuda": 256})
+"""Sequences at once, by the kind of device, where no setting says otherwise."""
+DEFAULT_STEP_TOKENS: Mapping[str, int] = MappingProxyType({"cpu": 512, "cuda": 8192})
+"""Tokens of one step, likewise."""
+_STAND_IN: Mapping[str, object] = MappingProxyType(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 1024,
+    }
+)
 # Only the built-in simulated model has it: its single bytes are read and never written, so that
 # what a simulated worker answers can be read, too.
 _FIRST_TOKEN_KEY = "simulated_first_token_id"
@@ -56,12 +76,73 @@ def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
 
 
 def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
+    _import_torch()
+    from worker_service.runner.load import load_runner
+
+    progress("looking for the model")
+    return load_runner(_runner_options(config, models.resolve(config.model), progress))
+
+
+@dataclass(frozen=True, slots=True)
+class StartCheck:
+    """What a start would give, as one line for people, and for each executor why it can't run the
+    model with these settings: None when it can. A simulated worker has no executors."""
+
+    summary: str
+    refusals: Mapping[str, str | None]
+
+
+def check_start(config: WorkerConfig) -> StartCheck:
+    """What `start_runner` would make of these settings, decided by its own code.
+
+    Loads nothing, and leaves a GGUF file unconverted. Raises what `start_runner` raises before it
+    reads the weights.
+    """
+    if config.simulate:
+        length = _simulated_runner(config).capability().limits.max_sequence_token_count
+        return StartCheck(f"simulated, sequences of up to {length:,} tokens", {})
+    _import_torch()
+    from worker_service.runner.load import check_load
+
+    model: Mapping[str, object] | None = None
+    try:
+        folder = models.resolve(config.model, convert=False)
+    except models.NotConverted as unconverted:
+        folder, model = Path(config.model), unconverted.config
+    plan = check_load(_runner_options(config, folder, lambda line: None), model)
+    return StartCheck(plan.describe(), plan.refusals())
+
+
+def check_without_model(config: WorkerConfig) -> StartCheck:
+    """What can be said of the device and the executors while the model is not on this machine.
+
+    A small model stands in for it. Raises as `check_start` does; the summary is empty.
+    """
+    _import_torch()
+    from worker_service.runner.load import check_load
+
+    small = replace(config, kv_cache_memory_bytes=1 << 24, block_size=16, max_model_len=None)
+    plan = check_load(_runner_options(small, Path(), lambda line: None), _STAND_IN)
+    return StartCheck("", plan.refusals())
+
+
+def refusal_of(folder: Path) -> str | None:
+    """Why a worker would not run the model whose config.json is in `folder`, None if it would."""
+    try:
+        describe(read_config(folder))
+    except (LoadError, models.ModelError) as error:
+        return str(error)
+    return None
+
+
+def _import_torch() -> None:
+    """Raises StartupError where what a worker with a model needs can't be imported."""
     # Must be set before torch is imported. Otherwise its threads spin for milliseconds after each
     # operation, on cores that the control plane needs. Measured on two cores: with 10,000 spins a
     # step costs the same when nobody else uses the cores, and far less when they are shared.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
-        from worker_service.runner.load import load_runner
+        import worker_service.runner.load  # noqa: F401
     except ModuleNotFoundError as error:
         raise StartupError(
             f"a worker with a model needs the module {error.name}: "
@@ -71,8 +152,6 @@ def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
         raise StartupError(
             f"torch is installed and can't be imported: {' '.join(str(error).split())}"
         ) from error
-    progress("looking for the model")
-    return load_runner(_runner_options(config, models.resolve(config.model), progress))
 
 
 def _runner_options(
@@ -86,7 +165,6 @@ def _runner_options(
 
     device = available_device() if config.device == "auto" else config.device
     open_device(device)  # before it is asked for its memory
-    on_cpu = device == "cpu"
     return RunnerOptions(
         model_folder=folder,
         model_name=_model_name(config),
@@ -98,9 +176,9 @@ def _runner_options(
         kv_cache_bytes=_or_else(
             config.kv_cache_memory_bytes, lambda: default_kv_cache_bytes(device, folder)
         ),
-        max_sequence_count=_or_else(config.max_num_seqs, lambda: 64 if on_cpu else 256),
+        max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS[device]),
         max_step_token_count=_or_else(
-            config.max_num_batched_tokens, lambda: 512 if on_cpu else 8192
+            config.max_num_batched_tokens, lambda: DEFAULT_STEP_TOKENS[device]
         ),
         max_sequence_token_count=config.max_model_len,
         executor=_unless_auto(config.executor),
@@ -122,8 +200,10 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
             "tokens: raise --simulate-block-count"
         )
     limits = Limits(
-        max_sequence_count=_or_else(config.max_num_seqs, lambda: 256),
-        max_step_token_count=_or_else(config.max_num_batched_tokens, lambda: 8192),
+        max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS["cuda"]),
+        max_step_token_count=_or_else(
+            config.max_num_batched_tokens, lambda: DEFAULT_STEP_TOKENS["cuda"]
+        ),
         max_sequence_token_count=length,
         max_prompt_token_count=length,
     )
@@ -150,11 +230,15 @@ def _simulated_shape(config: WorkerConfig) -> _Shape:
     """That of the model, which must be on this machine, unless the vocabulary is given."""
     if config.simulate_vocabulary_size is not None:
         return _Shape(config.simulate_vocabulary_size, _DEFAULT_LENGTH, "Simulated")
-    return _read_shape(models.resolve(config.model, weights=False))
+    try:
+        folder = models.resolve(config.model, weights=False, convert=False)
+    except models.NotConverted as unconverted:  # nobody reads its weights
+        return _read_shape(unconverted.config)
+    return _read_shape(read_config(folder))
 
 
-def _read_shape(folder: Path) -> _Shape:
-    reader = ConfigReader(read_config(folder))
+def _read_shape(config: Mapping[str, object]) -> _Shape:
+    reader = ConfigReader(config)
     architectures = reader.words("architectures") or ("Simulated",)
     vocabulary_size = reader.integer("vocab_size")
     first_token = reader.integer(_FIRST_TOKEN_KEY, 0, minimum=0)

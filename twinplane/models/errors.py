@@ -2,8 +2,10 @@
 
     ModelError
     ├── ModelNotFound         the model is not here; the message says how to get it
+    ├── NotConverted          a sound GGUF file that was not converted yet, by a caller's wish
     ├── ModelInvalid          the model is here but unusable; the message names the file or the key
     ├── ConversionUnsupported a GGUF feature has no exact equivalent; the message names it
+    ├── ModelRefused          no worker here can run it; the message says what its config asks for
     ├── PullFailed            a download failed; the message says what to try
     ├── CacheUnusable         the model cache can't be written; the message names the file
     └── HashMismatch          downloaded bytes have another digest; nothing was kept
@@ -13,6 +15,8 @@ Every message is one line for people.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class ModelError(Exception):
     """A model can't be found, fetched, read or converted."""
@@ -20,6 +24,18 @@ class ModelError(Exception):
 
 class ModelNotFound(ModelError):
     """The model is not on this machine."""
+
+
+class NotConverted(ModelError):
+    """A GGUF file that can be converted, and was not. `config` is what its config.json will be."""
+
+    def __init__(self, file: str, config: Mapping[str, object]) -> None:
+        super().__init__(f"{file} is a GGUF file that is converted on first use")
+        self.config = config
+
+
+class ModelRefused(ModelError):
+    """The model is sound, but asks for something that no worker here can do."""
 
 
 class ModelInvalid(ModelError):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from twinplane.models.errors import CacheUnusable, ModelNotFound, PullFailed
-from twinplane.models.folder import INDEX_NAME, missing_file, missing_text_file
+from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, missing_file, missing_text_file
 from twinplane.paths import home_folder
 
 # Pickled weights and code are never fetched.
@@ -16,6 +16,7 @@ _TEXT_FILES = ["*.json", "tokenizer*", "*.jinja"]
 _FILES = [*_TEXT_FILES, "*.safetensors"]
 _NEVER = ["*.bin", "*.pt", "*.pth", "*.py", "*.pkl"]
 _NO_HOME = "this user has no home folder for the hub's cache: set HF_HOME to a folder"
+CheckConfig = Callable[[Path], None]
 _ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w.-]+(?:/[\w.-]+)*))?")
 _MAIN = "main"
 
@@ -71,11 +72,16 @@ def find_snapshot(name: str, *, weights: bool = True) -> Path:
     return folder
 
 
-def pull_snapshot(name: str, *, weights: bool = True) -> Path:
+def no_check(folder: Path) -> None:
+    """Lets any model be fetched."""
+
+
+def pull_snapshot(name: str, check: CheckConfig = no_check, *, weights: bool = True) -> Path:
     """Downloads the files of a hub model that serving needs, `weights` or not. Raises PullFailed.
 
-    The hub library gives files their names when they are whole, and goes on with the rest of one
-    that an interrupted pull left.
+    config.json comes first: `check` gets the folder that holds it, and what it raises leaves the
+    weights where they are. The hub library gives files their names when they are whole, and goes on
+    with the rest of one that an interrupted pull left.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -89,9 +95,15 @@ def pull_snapshot(name: str, *, weights: bool = True) -> Path:
     try:
         repository, revision = _parts(name)
         folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=[CONFIG_NAME])
+        )
+        if (folder / CONFIG_NAME).is_file():
+            check(folder)
+        # The very same revision, named by the snapshot's folder.
+        folder = Path(
             snapshot_download(
                 repository,
-                revision=revision,
+                revision=folder.name,
                 allow_patterns=_FILES if weights else _TEXT_FILES,
                 ignore_patterns=_NEVER if weights else [*_NEVER, INDEX_NAME],
             )

@@ -17,7 +17,7 @@ from twinplane.models.catalogue import (
     WheelModel,
     find_in_catalogue,
 )
-from twinplane.models.errors import CacheUnusable, ModelInvalid, ModelNotFound
+from twinplane.models.errors import CacheUnusable, ModelInvalid, ModelNotFound, NotConverted
 from twinplane.models.folder import (
     CONFIG_NAME,
     check_readable,
@@ -28,11 +28,13 @@ from twinplane.models.folder import (
     missing_text_file,
     read_config,
 )
-from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf
+from twinplane.models.gguf.conversion import CONVERSION_VERSION, convert_gguf, read_gguf
 from twinplane.models.hub import (
+    CheckConfig,
     find_snapshot,
     how_to_pull,
     is_hub_id,
+    no_check,
     pull_snapshot,
     remove_snapshot,
     snapshots,
@@ -65,7 +67,9 @@ class ModelStore:
         self._download = download
         self._catalogue = catalogue
 
-    def resolve(self, name_or_path: str, progress: Progress, *, weights: bool = True) -> Path:
+    def resolve(
+        self, name_or_path: str, progress: Progress, *, weights: bool = True, convert: bool = True
+    ) -> Path:
         """See `twinplane.models.resolve`."""
         if name_or_path == SIMULATED_MODEL:  # ./simulated names a folder
             return SIMULATED_FOLDER
@@ -78,7 +82,7 @@ class ModelStore:
             return path
         if is_there(path):
             if path.suffix == ".gguf" and is_file(path):
-                return self._converted(path.resolve(), progress)
+                return self._converted(path.resolve(), progress, convert=convert)
             check_readable(path)
             raise ModelInvalid(
                 f"{path} is neither a model folder nor a .gguf file; give the folder of a model, "
@@ -95,7 +99,14 @@ class ModelStore:
             return find_snapshot(name_or_path, weights=weights)
         raise self._unknown(name_or_path)
 
-    def pull(self, name: str, progress: Progress, *, weights: bool = True) -> Path:
+    def pull(
+        self,
+        name: str,
+        progress: Progress,
+        check: CheckConfig = no_check,
+        *,
+        weights: bool = True,
+    ) -> Path:
         """See `twinplane.models.pull`."""
         if name == SIMULATED_MODEL:
             return SIMULATED_FOLDER
@@ -109,7 +120,7 @@ class ModelStore:
             )
         if is_hub_id(name):
             progress.stage("Downloading")
-            return pull_snapshot(name, weights=weights)
+            return pull_snapshot(name, check, weights=weights)
         raise self._unknown(name)
 
     def default_sampling(self, folder: Path) -> Mapping[str, float]:
@@ -143,8 +154,9 @@ class ModelStore:
             self._cache.remove(name)
         return found
 
-    def _converted(self, source: Path, progress: Progress) -> Path:
-        """The cached conversion of exactly this file, made on first use.
+    def _converted(self, source: Path, progress: Progress, *, convert: bool) -> Path:
+        """The cached conversion of exactly this file, made on first use. Raises NotConverted
+        instead where it would be made and `convert` is off.
 
         The file is identified by path, size and time of change. To hash its content would take
         seconds at every start.
@@ -153,11 +165,13 @@ class ModelStore:
         identity = f"{CONVERSION_VERSION}\0{source}\0{stat.st_size}\0{stat.st_mtime_ns}"
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         stem = re.sub(r"[^a-z0-9.]+", "-", source.stem.lower()).strip("-.")[:60]
-        return self._made(
-            f"{stem or 'model'}-{digest}",
-            lambda folder: convert_gguf(source, folder, progress),
-            weights=True,
-        )
+        name = f"{stem or 'model'}-{digest}"
+        if not convert:
+            found = self._cache.find(name)
+            if found is None or missing_file(found) is not None:
+                raise NotConverted(str(source), read_gguf(source).config)
+            return found
+        return self._made(name, lambda folder: convert_gguf(source, folder, progress), weights=True)
 
     def _made(self, name: str, make: Callable[[Path], None], *, weights: bool) -> Path:
         """The cached folder; made anew where files of it are missing."""

@@ -106,9 +106,15 @@ def _allocate(
     A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
     processor's address cache.
     """
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu":
+        try:
+            return torch.empty(shape, dtype=dtype, device=device)
+        except torch.OutOfMemoryError as error:
+            raise KVPoolTooLarge(
+                f"{device} does not give {size} of the KV pool's {pool_bytes} bytes: "
+                "give less by --kv-cache-memory-bytes"
+            ) from error
     try:
         memory = mmap.mmap(-1, size)
     except (OSError, OverflowError) as error:

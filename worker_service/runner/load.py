@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from worker_service.domain.capability import Capability, DataType, Feature, Limits, Model
+from worker_service.domain.capability import (
+    Capability,
+    DataType,
+    Feature,
+    LayerGroup,
+    Limits,
+    Model,
+)
 from worker_service.domain.plan import WeightVersion
 from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.accounting import account_for
@@ -16,12 +25,44 @@ from worker_service.model.registry import describe
 from worker_service.model.spec import DecoderSpec
 from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import describe_device, open_device
-from worker_service.runner.executor import Executor, ExecutorConfig
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
 from worker_service.runner.kv_cache import KVCache, blocks_within, layer_groups
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
-from worker_service.runner.selection import select_executor
+from worker_service.runner.selection import EXECUTORS, select_executor
 from worker_service.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a load will do: everything that is decided before the weights are read."""
+
+    executor: ExecutorType
+    config: ExecutorConfig
+    layer_groups: tuple[LayerGroup, ...]
+    block_count: int
+
+    def describe(self) -> str:
+        """One line for people: the model, what computes it where, its format and its room."""
+        config, spec = self.config, self.config.spec
+        weights = str(config.data_type).removeprefix("torch.")
+        if config.quantization is not Quantization.NONE:
+            weights = f"{config.quantization.value} weights"
+        tokens = (self.block_count - 1) * config.block_size
+        return (
+            f"{spec.architecture}, {len(spec.layers)} layers, {weights}, by {self.executor} on "
+            f"{config.device}; {tokens:,} KV tokens, "
+            f"sequences of up to {config.limits.max_sequence_token_count:,} tokens"
+        )
+
+    def refusals(self) -> dict[str, str | None]:
+        """For each executor why it can't run this, None when it can."""
+        return {str(kind): kind.probe(self.config) for kind in EXECUTORS}
+
+    def make_cache(self) -> KVCache:
+        """The KV pool. Raises KVPoolTooLarge."""
+        config = self.config
+        return KVCache(self.layer_groups, self.block_count, config.block_size, config.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,30 +93,16 @@ def load_model(options: RunnerOptions) -> LoadedModel:
     options.progress(f"opening {options.model_folder}")
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
         spec = account_for(checkpoint, describe(checkpoint.config))
-        data_type = options.data_type or _default_data_type(spec, device)
-        kv_data_type = options.kv_data_type or data_type
-        groups = layer_groups(spec, kv_data_type)
-        block_count = blocks_within(options.kv_cache_bytes, groups, options.block_size)
-        limits = _limits(options, spec, block_count)
-        config = ExecutorConfig(
-            spec=spec,
-            device=device,
-            data_type=getattr(torch, data_type.value),
-            quantization=options.quantization,
-            kv_data_type=kv_data_type,
-            block_size=options.block_size,
-            limits=limits,
-            thread_count=options.thread_count,
-            progress=options.progress,
-        )
-        chosen = select_executor(config, options.executor, options.attention_backend)
+        plan = plan_load(options, spec, device)
+        chosen, config = plan.executor, plan.config
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, spec, config.data_type, device)
         options.progress("checking the weights' digest")
+        data_type = DataType(str(config.data_type).removeprefix("torch."))
         digest = _arithmetic_digest(
-            checkpoint.digest(), options.quantization, data_type, kv_data_type
+            checkpoint.digest(), options.quantization, data_type, config.kv_data_type
         )
-        cache = KVCache(groups, block_count, options.block_size, device)
+        cache = plan.make_cache()
         executor = chosen.load(config, loader, cache)
         loader.finish()
     return LoadedModel(
@@ -83,7 +110,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             device=describe_device(device),
             model=Model(options.model_name, spec.architecture, spec.vocabulary_size, data_type),
             weight_version=WeightVersion(1, digest),
-            limits=limits,
+            limits=config.limits,
             features=frozenset({Feature.HELD_SAMPLING}) | chosen.features,
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
@@ -94,6 +121,45 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         cache=cache,
         device=device,
     )
+
+
+def check_load(options: RunnerOptions, config: Mapping[str, Any] | None = None) -> LoadPlan:
+    """What `load_runner` would do, decided by its own code. Reads no weights, and keeps nothing.
+
+    `config` is the config.json of a model whose folder is still to be made. Raises each LoadError
+    that `load_runner` raises before it reads the weights.
+    """
+    device = open_device(options.device)
+    if config is not None:
+        spec = describe(config)
+    else:
+        with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
+            spec = account_for(checkpoint, describe(checkpoint.config))
+    plan = plan_load(options, spec, device)
+    with torch.inference_mode():
+        plan.make_cache()
+    return plan
+
+
+def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -> LoadPlan:
+    """Sizes the pool and chooses the executor. Raises LoadError for options that cannot be met."""
+    data_type = options.data_type or _default_data_type(spec, device)
+    kv_data_type = options.kv_data_type or data_type
+    groups = layer_groups(spec, kv_data_type)
+    block_count = blocks_within(options.kv_cache_bytes, groups, options.block_size)
+    config = ExecutorConfig(
+        spec=spec,
+        device=device,
+        data_type=getattr(torch, data_type.value),
+        quantization=options.quantization,
+        kv_data_type=kv_data_type,
+        block_size=options.block_size,
+        limits=_limits(options, spec, block_count),
+        thread_count=options.thread_count,
+        progress=options.progress,
+    )
+    chosen = select_executor(config, options.executor, options.attention_backend)
+    return LoadPlan(chosen, config, groups, block_count)
 
 
 def _set_torch_threads(count: int) -> None:

@@ -6,13 +6,15 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.planes import ROOT, plane_environment
+from tests.support.planes import ROOT, free_port, plane_environment
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
+from tests.unit.twinplane.tiny_gguf import TinyGguf
 from twinplane.cli import doctor, doctor_checks
 from twinplane.cli.doctor_checks import (
     Finding,
@@ -47,13 +49,14 @@ def without_packages(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
 def test_every_problem_has_a_fix_and_nothing_else_does(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    without_packages(monkeypatch, "gguf", "grpcio", "uvloop")
+    without_packages(monkeypatch, "grpcio", "uvloop")
     findings = [
         *check_packages(),
         *check_event_loop(),
         *judge_worker(replace(PROBE, compiler="", compiler_error="no C++ compiler")),
         *judge_worker(replace(PROBE, torch="", torch_error="no torch")),
-        *check_worker(None, command=(sys.executable, "-c", "exit(1)")),
+        *judge_worker(replace(PROBE, start_error="no such device")),
+        *check_worker(command=(sys.executable, "-c", "exit(1)")),
         *check_cache(tmp_path / "nowhere"),
         *check_models(("nowhere",)),
     ]
@@ -62,14 +65,12 @@ def test_every_problem_has_a_fix_and_nothing_else_does(
         assert bool(finding.fix) == (finding.state is not State.OK), finding
 
 
-def test_missing_packages_fail_and_say_which_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(check_packages()) == [State.OK]
-    without_packages(monkeypatch, "gguf", "safetensors")
-    control, worker = check_packages()[1:]
-    assert (control.state, control.detail) == (State.FAIL, "missing: gguf")
-    assert install_command(Extra.CONTROL) in control.fix
-    assert (worker.state, worker.detail) == (State.FAIL, "missing: safetensors")
-    assert install_command(Extra.WORKER) in worker.fix
+    without_packages(monkeypatch, "gguf")
+    missing = check_packages()[1]
+    assert (missing.state, missing.detail) == (State.FAIL, "missing: gguf")
+    assert install_command(Extra.CONTROL) in missing.fix
 
 
 def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +80,7 @@ def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_worker_is_asked_in_another_process() -> None:
-    found = {finding.subject: finding for finding in check_worker(3)}
+    found = {finding.subject: finding for finding in check_worker(["--threads=3"])}
     assert "fail" not in {finding.state.value for finding in found.values()}
     assert found["threads"].detail.startswith("3, from the setting")
     assert found["torch"].detail
@@ -90,21 +91,25 @@ def test_the_worker_is_asked_in_another_process() -> None:
 def test_a_model_that_a_worker_would_refuse_is_told(tmp_path: Path) -> None:
     good = save_random(tiny_spec(), tmp_path / "good")
     (good / "config.json").write_text(json.dumps(TINY_CONFIG))
-    found = {finding.subject: finding for finding in check_worker(None, str(good))}
-    assert found["weights"].state is State.OK
-    assert found["weights"].detail == "LlamaForCausalLM, 2 layers, 64 positions"
+    options = [f"--model={good}", "--executor=torch", "--kv-cache-memory-bytes=1MiB"]
+    found = {finding.subject: finding for finding in check_worker(options)}
+    assert found["worker"].state is State.OK
+    assert found["worker"].detail == (
+        "would start: LlamaForCausalLM, 2 layers, float32, by torch with torch attention on cpu; "
+        "8,176 KV tokens, sequences of up to 64 tokens"
+    )
     (good / "config.json").write_text(json.dumps({**TINY_CONFIG, "num_hidden_layers": 1}))
-    found = {finding.subject: finding for finding in check_worker(None, str(good))}
-    assert found["weights"].state is State.FAIL
-    assert "model.layers.1.input_layernorm.weight" in found["weights"].detail
+    found = {finding.subject: finding for finding in check_worker(options)}
+    assert found["worker"].state is State.FAIL
+    assert "model.layers.1.input_layernorm.weight" in found["worker"].detail
 
 
 def test_a_probe_that_fails_is_reported() -> None:
-    (died,) = check_worker(None, command=(sys.executable, "-c", "import no_such_module"))
+    (died,) = check_worker(command=(sys.executable, "-c", "import no_such_module"))
     assert died.state is State.FAIL
     assert "no_such_module" in died.detail
     sleeping = (sys.executable, "-c", "import time; time.sleep(60)")
-    (hung,) = check_worker(None, command=sleeping, timeout_seconds=0.2)
+    (hung,) = check_worker(command=sleeping, timeout_seconds=0.2)
     assert hung.state is State.FAIL
     assert "no answer" in hung.detail
 
@@ -122,7 +127,7 @@ def test_a_wrong_compiler_is_refused_as_by_a_build(
     """Another compiler on the path serves neither the doctor nor a build in place of CXX."""
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
-    found = {finding.subject: finding for finding in check_worker(None)}
+    found = {finding.subject: finding for finding in check_worker()}
     for subject in ("compiler", "executor compiled"):
         assert found[subject].state is State.WARN
         assert "does not run" in found[subject].detail
@@ -134,8 +139,6 @@ def test_each_executors_answer_is_a_line() -> None:
     assert states(findings) == [State.OK, State.OK, State.WARN, State.OK]
     assert findings[2].subject == "executor fast"
     assert findings[2].detail == "no AVX2"
-    none_runs = judge_worker(replace(PROBE, refusals={"fast": "no AVX2"}))
-    assert none_runs[-1].state is State.FAIL
 
 
 def test_a_taken_port_fails() -> None:
@@ -147,15 +150,20 @@ def test_a_taken_port_fails() -> None:
             (ControlConfig(port=port, metrics_port=None), "--port"),
             (ControlConfig(port=0, metrics_port=port), "--metrics-port"),
         ):
-            (finding,) = check_ports(config)
+            finding = check_ports(config)[-1]
             assert finding.state is State.FAIL
             assert str(port) in finding.detail
             assert f"{flag} N" in finding.fix
+        on_both = check_ports(ControlConfig(port=free_port(), metrics_port=0, host="192.0.2.1"))
+        assert states(on_both) == [State.FAIL, State.OK]
+        assert "--host HOST" in on_both[0].fix
         with_socket = ControlConfig(uds="a.sock", port=port, metrics_port=0)
-        assert states(check_ports(with_socket)) == [State.OK]
+        assert states(check_ports(with_socket)) == [State.OK, State.OK]
         no_folder = ControlConfig(uds="/no/such/folder/a.sock", metrics_port=None)
         assert states(check_ports(no_folder)) == [State.FAIL]
     assert states(check_ports(ControlConfig(port=port, metrics_port=None))) == [State.OK]
+    twice = check_ports(ControlConfig(port=port, metrics_port=port, metrics_host="0.0.0.0"))
+    assert states(twice) == [State.OK, State.FAIL]
 
 
 def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -181,19 +189,26 @@ def test_a_gguf_file_is_not_converted_by_looking(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     file = tmp_path / "model.gguf"
+    TinyGguf().write(file)
+    (sound,) = check_models((str(file),))
+    assert (sound.state, "converted on first use" in sound.detail) == (State.OK, True)
+    worker = check_worker([f"--model={file}"])[-1]
+    assert (worker.state, "would start" in worker.detail) == (State.OK, True)
     file.write_bytes(b"GGUF")
-    assert states(check_models((str(file),))) == [State.OK]
+    assert states(check_models((str(file),))) == [State.FAIL]
+    assert check_worker([f"--model={file}"])[-1].state is State.FAIL
     assert not (tmp_path / "home").exists()
 
 
 def test_the_settings_of_up_decide_what_is_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked: list[tuple[int | None, str | None]] = []
+    asked: list[Sequence[str]] = []
 
-    def check(threads: int | None, model: str | None) -> list[Finding]:
-        asked.append((threads, model))
+    def check(options: Sequence[str]) -> list[Finding]:
+        asked.append(options)
         return []
 
     monkeypatch.setattr(doctor_checks, "check_worker", check)
@@ -204,7 +219,7 @@ def test_the_settings_of_up_decide_what_is_checked(
         port = taken.getsockname()[1]
         arguments = ["--json", f"--port={port}", "--metrics-port=none", "--threads=3"]
         assert doctor.main(arguments) == 1
-    assert asked == [(3, "of-the-environment")]
+    assert asked == [["--threads=3"]], "the rest is the control plane's"
     findings = json.loads(capsys.readouterr().out)
     failures = {entry["subject"]: entry for entry in findings if entry["state"] == "fail"}
     assert failures.keys() == {"port", "model"}
