@@ -32,7 +32,7 @@ NEWEST_TESTS := tests/contract tests/unit/worker_facade/test_worker_*.py \
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos bench against lock clean mutation
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -115,6 +115,9 @@ format: $(STUBS)  ## format the code and fix what can be fixed by rule
 protos: $(INSTALLED)  ## generate the gRPC stubs from protos/
 	$(BIN)/python hatch_build.py
 	touch $(STUBS)
+
+docs: $(STUBS)  ## write the tables that code decides into README.md
+	$(BIN)/python -m docs.serves
 
 bench: model  ## run the benchmarks; BENCHES names some of them
 	$(BIN)/python -m bench $(BENCHES) $(ARGS)

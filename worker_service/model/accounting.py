@@ -16,7 +16,7 @@ from worker_service.weights.checkpoint import Checkpoint
 
 _logger = logging.getLogger(__name__)
 
-_FORMATS = ("F32", "BF16", "F16", "F64")
+STORED_FORMATS = ("F32", "BF16", "F16", "F64")
 # torch's words for the formats that are refused.
 _WORDS = MappingProxyType(
     {
@@ -45,11 +45,11 @@ def account_for(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
     known = {tensor.name for tensor in spec.tensors()} | {spec.tied_head}
     for name in sorted(found & known):
         stored = checkpoint.stored_format(name)
-        if stored not in _FORMATS:
+        if stored not in STORED_FORMATS:
             raise CheckpointInvalid(
                 f"{checkpoint.folder}: the tensor {name} is stored as {stored}"
-                f"{_WORDS.get(stored, '')}; only {', '.join(_FORMATS)} are read, no quantized "
-                "weights"
+                f"{_WORDS.get(stored, '')}; only {', '.join(STORED_FORMATS)} are read, "
+                "no quantized weights"
             )
     unknown = found - known - spec.ignored
     if unknown:
