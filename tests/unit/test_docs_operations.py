@@ -13,6 +13,8 @@ from control_plane.rpc.errors import CODES, REASONS
 from control_plane.rpc.server import INFERENCE_METHODS
 from tests.support.planes import ROOT
 from twinplane.settings.control import ControlConfig
+from twinplane.settings.known import known_settings
+from twinplane.settings.resolution import from_command_line
 from twinplane.settings.worker import WorkerConfig
 from worker_service.lifecycle import LifecycleState
 from worker_service.telemetry import WorkerTelemetry
@@ -31,6 +33,34 @@ def section(title: str) -> str:
 def test_settings_are_those_that_exist(title: str, settings: type) -> None:
     named = set(re.findall(r"`--([a-z-]+)`", section(title)))
     assert named == {field.name.replace("_", "-") for field in fields(settings)}
+
+
+@pytest.mark.parametrize("settings", [ControlConfig, WorkerConfig])
+def test_limits_are_maximum_and_minimum(settings: type) -> None:
+    """In help texts and on the page: nobody has to guess what "most" or "least" counts."""
+    texts = [field.metadata["help"] for field in fields(settings)]
+    texts += [section("Control plane"), section("Worker")]
+    assert not [text for text in texts if re.search(r"\b(most|least)\b", text)]
+
+
+def test_sizes_may_be_written_as_the_page_says() -> None:
+    (row,) = (line for line in TEXT.splitlines() if "`--kv-cache-memory-bytes`" in line)
+    sizes = re.findall(r"`(\d[\d.]*[A-Za-z]+)`", row)
+    assert len(sizes) == 3
+    for size in sizes:
+        assert resolve_worker(size).kv_cache_memory_bytes
+
+
+def resolve_worker(size: str) -> WorkerConfig:
+    return from_command_line(
+        WorkerConfig,
+        [f"--kv-cache-memory-bytes={size}"],
+        {},
+        prog="worker",
+        description="",
+        table="worker",
+        known=known_settings(),
+    )
 
 
 def control_scrape() -> str:

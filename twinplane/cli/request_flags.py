@@ -52,9 +52,19 @@ def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
         "--max-tokens", type=int, metavar="N", help=f"default: {max_tokens}, or as many as fit"
     )
     sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy")
-    sampling.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest tokens")
-    sampling.add_argument("--top-p", type=float, metavar="X", help="only this much probability")
-    sampling.add_argument("--min-p", type=float, metavar="X", help="only X times the likeliest")
+    sampling.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
+    sampling.add_argument(
+        "--top-p",
+        type=float,
+        metavar="X",
+        help="draw from the likeliest tokens that reach this probability",
+    )
+    sampling.add_argument(
+        "--min-p",
+        type=float,
+        metavar="X",
+        help="drop tokens less likely than X times the likeliest",
+    )
     sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
     sampling.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the output (repeatable)"

@@ -30,7 +30,9 @@ class ControlConfig:
         None, "name that clients use; default: the model's", group=_MODEL
     )
     max_model_len: int | None = option(
-        None, "most tokens of a sequence, prompt and output; default: the worker's", group=_MODEL
+        None,
+        "maximum length of a sequence in tokens, prompt and output; default: the worker's",
+        group=_MODEL,
     )
     generation_config: str = option(
         "auto",
@@ -58,7 +60,7 @@ class ControlConfig:
         "127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER, path=True
     )
     worker_loss_patience: float = option(
-        60.0, "seconds a lost worker is waited for before requests fail", group=_WORKER
+        60.0, "maximum seconds to wait for a lost worker before requests fail", group=_WORKER
     )
     arithmetic_change: str = option(
         "end",
@@ -68,13 +70,15 @@ class ControlConfig:
     )
 
     max_num_seqs: int | None = option(
-        None, "most sequences that run at once; default: the worker's limit", group=_SCHEDULING
+        None,
+        "maximum number of sequences at once; default: the worker's",
+        group=_SCHEDULING,
     )
     max_num_batched_tokens: int | None = option(
-        None, "most tokens of a step; default: the worker's limit", group=_SCHEDULING
+        None, "maximum number of tokens in a step; default: the worker's", group=_SCHEDULING
     )
     max_num_waiting: int = option(
-        1024, "most requests beyond those with a row; more are refused", group=_SCHEDULING
+        1024, "maximum number of waiting requests; more are refused", group=_SCHEDULING
     )
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin alike", group=_SCHEDULING
@@ -88,11 +92,11 @@ class ControlConfig:
     )
 
     drain_grace_seconds: float = option(
-        30.0, "seconds that running requests have when the server stops", group=_OPERATION
+        30.0, "maximum seconds that running requests have when the server stops", group=_OPERATION
     )
     log_level: str = option(
         "info",
-        "least severe log line",
+        "minimum severity of log lines",
         group=_OPERATION,
         choices=("debug", "info", "warning", "error"),
     )

@@ -56,16 +56,20 @@ class WorkerConfig:
 
     block_size: int = option(16, "tokens per KV block", group=_LIMITS)
     kv_cache_memory_bytes: int | None = option(
-        None, "KV pool in bytes (default: 1 GiB on a CPU, most of a GPU's free rest)", group=_LIMITS
+        None,
+        "size of the KV pool, such as 2GiB (default: 1GiB on a CPU, 85 % of a GPU's free rest)",
+        group=_LIMITS,
     )
     max_num_seqs: int | None = option(
-        None, "rows of the batch (default: 64 on a CPU, else 256)", group=_LIMITS
+        None, "maximum number of sequences at once (default: 64 on a CPU, else 256)", group=_LIMITS
     )
     max_num_batched_tokens: int | None = option(
-        None, "tokens of one step (default: 512 on a CPU, else 8192)", group=_LIMITS
+        None, "maximum number of tokens in a step (default: 512 on a CPU, else 8192)", group=_LIMITS
     )
     max_model_len: int | None = option(
-        None, "tokens of one sequence (default: the model's, or what the pool holds)", group=_LIMITS
+        None,
+        "maximum length of a sequence, in tokens (default: the model's, or what the pool holds)",
+        group=_LIMITS,
     )
 
     device: str = option(
@@ -102,14 +106,16 @@ class WorkerConfig:
     )
 
     drain_seconds: float = option(
-        30.0, "seconds that a stopping worker serves the controller that holds it", group=_PROCESS
+        30.0,
+        "maximum seconds that a stopping worker serves the controller that holds it",
+        group=_PROCESS,
     )
     exit_with_parent: bool = option(
         False, "stop when standard input ends, as it does with the parent", group=_PROCESS
     )
     log_level: str = option(
         "info",
-        "least severe lines logged",
+        "minimum severity of log lines",
         group=_PROCESS,
         choices=("debug", "info", "warning", "error"),
     )
