@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from worker_service.domain.capability import Device, DeviceKind
-from worker_service.load_errors import LoadError
+from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 
 _CPU_KV_BYTES = 1 << 30
 # The fraction of what the weights leave. The rest is for activations and the allocator.
@@ -75,12 +75,20 @@ def free_bytes(device: torch.device) -> int:
 
 
 def default_kv_cache_bytes(device: str, model_folder: Path) -> int:
-    """Bytes for the KV pool of a model that is not loaded yet."""
+    """Bytes for the KV pool of a model that is not loaded yet. Raises MemoryBudgetTooSmall where
+    the weights' files leave nothing of a GPU's free memory."""
     if device == "cpu":
         return _CPU_KV_BYTES
     free_bytes, _ = torch.cuda.mem_get_info()
     weights_bytes = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
-    return int(max(0, free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
+    if weights_bytes >= free_bytes:
+        raise MemoryBudgetTooSmall(
+            f"{weights_bytes / 1e9:.1f} GB of weights leave no room for KV in the "
+            f"{free_bytes / 1e9:.1f} GB that are free on the GPU: stop what else uses it, serve a "
+            "smaller model or, if --dtype makes the weights smaller than their files, give "
+            "--kv-cache-memory-bytes"
+        )
+    return int((free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
 
 
 def _processor_name() -> str:

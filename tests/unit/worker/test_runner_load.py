@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support import runner_rig, tiny_llama
 from tests.support.runner_rig import generate
 from tests.support.tiny_llama import MAX_LENGTH, PROMPTS, VOCABULARY
+from tests.support.tiny_spec import tiny_spec
 from worker_service.domain.capability import DataType, DeviceKind, Feature
 from worker_service.load_errors import (
     ExecutorUnavailable,
@@ -20,6 +22,8 @@ from worker_service.load_errors import (
     LoadError,
     MemoryBudgetTooSmall,
 )
+from worker_service.runner.device import default_kv_cache_bytes
+from worker_service.runner.kv_cache import KVCache, layer_groups
 from worker_service.runner.model_runner import ModelRunner
 
 COUNT = 12
@@ -117,6 +121,26 @@ def test_options_that_cannot_be_met_say_why(
 ) -> None:
     with pytest.raises(error, match=words):
         runner_rig.build(folder, **changes)
+
+
+def test_weights_that_fill_a_gpu_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    free = weights + 1000
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (free, free))
+    assert default_kv_cache_bytes("cuda", folder) == 850
+    free = weights
+    with pytest.raises(MemoryBudgetTooSmall, match="leave no room for KV"):
+        default_kv_cache_bytes("cuda", folder)
+
+
+def test_a_gpu_without_room_for_the_pool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate …")
+
+    monkeypatch.setattr(torch, "empty", no_room)
+    groups = layer_groups(tiny_spec(), DataType.FLOAT32)
+    with pytest.raises(KVPoolTooLarge, match="give less by --kv-cache-memory-bytes"):
+        KVCache(groups, 10, 4, torch.device("meta"))
 
 
 def test_the_map_is_closed_after_loading(folder: Path, runner: ModelRunner) -> None:
