@@ -258,8 +258,8 @@ def check_cache(root: Path | Callable[[], Path]) -> list[Finding]:
     except models.CacheUnusable as error:
         return [Finding(State.WARN, "model cache", str(error), fix)]
     findings = [Finding(State.OK, "model cache", f"{root}: {', '.join(names) or 'empty'}")]
-    existing = next(path for path in (root, *root.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    existing = _existing(root)
+    if not _can_be_written(existing):
         findings.append(Finding(State.WARN, "model cache", f"{existing} can't be written", fix))
     free = shutil.disk_usage(existing).free
     if free < _DEFAULT_MODEL_BYTES:
@@ -274,6 +274,14 @@ def check_cache(root: Path | Callable[[], Path]) -> list[Finding]:
     else:
         findings.append(Finding(State.OK, "disk", f"{free / 1e9:.1f} GB free"))
     return findings
+
+
+def _existing(root: Path) -> Path:
+    return next(path for path in (root, *root.absolute().parents) if path.exists())
+
+
+def _can_be_written(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
 def check_models(names: Iterable[str]) -> list[Finding]:
@@ -301,7 +309,13 @@ def _check_model(name: str) -> Finding:
     try:
         return Finding(State.OK, "model", f"{name}: {models.resolve(name, convert=False)}")
     except models.NotConverted as unconverted:
-        return Finding(State.OK, "model", str(unconverted))
+        place = _existing(models.cache_root())
+        if _can_be_written(place):
+            return Finding(State.OK, "model", str(unconverted))
+        detail = f"{unconverted}, and {place} can't be written"
+        return Finding(
+            State.FAIL, "model", detail, "set TWINPLANE_HOME to a folder that can be written"
+        )
     except models.ModelNotFound as error:
         if find_in_catalogue(name) or is_hub_id(name):
             return Finding(

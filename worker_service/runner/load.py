@@ -95,6 +95,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         spec = account_for(checkpoint, describe(checkpoint.config))
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
+        cache = plan.make_cache()  # before the digest, which reads all weights
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, spec, config.data_type, device)
         options.progress("checking the weights' digest")
@@ -102,7 +103,6 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         digest = _arithmetic_digest(
             checkpoint.digest(), options.quantization, data_type, config.kv_data_type
         )
-        cache = plan.make_cache()
         executor = chosen.load(config, loader, cache)
         loader.finish()
     return LoadedModel(

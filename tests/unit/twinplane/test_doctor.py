@@ -15,6 +15,7 @@ import pytest
 from tests.support.planes import ROOT, free_port, plane_environment
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from tests.unit.twinplane.tiny_gguf import TinyGguf
+from twinplane import models
 from twinplane.cli import doctor, doctor_checks
 from twinplane.cli.doctor_checks import (
     Finding,
@@ -200,6 +201,20 @@ def test_a_gguf_file_is_not_converted_by_looking(
     assert states(check_models((str(file),))) == [State.FAIL]
     assert check_worker([f"--model={file}"])[-1].state is State.FAIL
     assert not (tmp_path / "home").exists()
+
+
+def test_a_gguf_file_needs_a_cache_that_can_be_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    TinyGguf().write(file)
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path / "home" / "below"))
+    (finding,) = check_models((str(file),))
+    assert finding.state is State.FAIL
+    assert "TWINPLANE_HOME" in finding.fix
+    with pytest.raises(models.CacheUnusable):
+        models.resolve(str(file))
 
 
 def test_the_settings_of_up_decide_what_is_checked(

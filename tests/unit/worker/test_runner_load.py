@@ -25,6 +25,7 @@ from worker_service.load_errors import (
 from worker_service.runner.device import default_kv_cache_bytes
 from worker_service.runner.kv_cache import KVCache, layer_groups
 from worker_service.runner.model_runner import ModelRunner
+from worker_service.weights.checkpoint import Checkpoint
 
 COUNT = 12
 
@@ -121,6 +122,14 @@ def test_options_that_cannot_be_met_say_why(
 ) -> None:
     with pytest.raises(error, match=words):
         runner_rig.build(folder, **changes)
+
+
+def test_no_weight_is_read_for_a_pool_that_can_not_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Checkpoint, "digest", lambda self: pytest.fail("weights are read"))
+    with pytest.raises(KVPoolTooLarge):
+        runner_rig.build(folder, kv_cache_bytes=1 << 60)
 
 
 def test_weights_that_fill_a_gpu_say_so(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
