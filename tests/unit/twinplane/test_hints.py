@@ -88,7 +88,7 @@ def test_several_mistakes_are_answered_at_once(capsys: pytest.CaptureFixture[str
     ("arguments", "advice"),
     [
         (("control", "--dtype", "float16"), "--dtype is a setting of `twinplane worker`"),
-        (("worker", "--metrics-port=1"), "--metrics-port is a setting of `twinplane control`"),
+        (("worker", "--ageing-seconds=1"), "--ageing-seconds is a setting of `twinplane control`"),
         (("up", "--worker=a:1"), "--worker is set by `twinplane up` itself"),
         (("doctor", "--exit-with-parent"), "--exit-with-parent is set by `twinplane up` itself"),
         (("up", "some-model"), "a model is named by --model some-model"),
