@@ -162,7 +162,6 @@ _ALIASES = {
     "run": "chat",
     "prompt": "generate",
     "complete": "generate",
-    "completion": "generate",
     "pull": "model pull",
     "download": "model pull",
     "list": "model list",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 _KV = "--kv-cache-memory-bytes sets the size of the KV pool, such as 20GiB"
@@ -131,17 +131,16 @@ def hint(name: str, known: Collection[str], setting: str | None = None) -> str:
 def parse(
     parser: argparse.ArgumentParser,
     argv: Sequence[str] | None,
-    *commands: argparse.ArgumentParser,
+    *,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> argparse.Namespace:
     """As parser.parse_args, with a hint behind each flag that the parser does not know.
 
-    `commands` are the parser's subparsers. `elsewhere` says of settings, by name, where else they
-    belong.
+    `elsewhere` says of settings, by name, where else they belong.
     """
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        texts = [each.format_help() for each in (parser, *commands)]
+        texts = [each.format_help() for each in _with_commands(parser)]
         known = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
         flags = [each.partition("=")[0] for each in unknown if each.startswith("-")]
         told = {flag: _about(flag, known, elsewhere) for flag in flags}
@@ -150,6 +149,13 @@ def parse(
             hints.append(f"a model is named by --model {unknown[0]}")
         parser.error("; ".join([f"unrecognized arguments: {' '.join(unknown)}", *hints]))
     return namespace
+
+
+def _with_commands(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices.values()
 
 
 def _about(flag: str, known: Collection[str], elsewhere: Mapping[str, str]) -> str:
