@@ -167,6 +167,9 @@ _ALIASES = {
     "list": "model list",
     "ls": "model list",
     "models": "model list",
+    "show": "model show",
+    "rm": "model rm",
+    "ps": "status",
     "check": "doctor",
     "env": "doctor",
 }

@@ -67,7 +67,9 @@ def _checks(
         lambda: checks.check_ports(control),
         lambda: checks.check_socket_folder(os.environ),
         lambda: checks.check_cache(cache_root),
-        lambda: checks.check_models((control.model, worker.model)),
+        lambda: checks.check_models(
+            (control.model, worker.model), None if worker.simulate else worker.model
+        ),
         lambda: checks.check_text(control),
     )
 

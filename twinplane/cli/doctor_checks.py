@@ -284,16 +284,19 @@ def _can_be_written(folder: Path) -> bool:
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def check_models(names: Iterable[str]) -> list[Finding]:
-    """Whether each model is on this machine. A .gguf file is not converted here."""
-    return [_check_model(name) for name in dict.fromkeys(names)]
+def check_models(names: Iterable[str], loaded: str | None = None) -> list[Finding]:
+    """Whether each model is on this machine. A .gguf file is not converted here.
+
+    Of the model that is `loaded` the weights are needed, of others only the rest.
+    """
+    return [_check_model(name, weights=name == loaded) for name in dict.fromkeys(names)]
 
 
 def check_text(config: ControlConfig) -> list[Finding]:
     """Whether the control plane would take the model's tokenizer, by its own code; nothing where
     the model is not here yet."""
     try:
-        models.resolve(config.model, convert=False)
+        models.resolve(config.model, weights=False, convert=False)
     except models.ModelError:
         return []  # check_models tells
     try:
@@ -305,9 +308,10 @@ def check_text(config: ControlConfig) -> list[Finding]:
     return [Finding(State.OK, "control plane", "reads the model's tokenizer")]
 
 
-def _check_model(name: str) -> Finding:
+def _check_model(name: str, *, weights: bool) -> Finding:
     try:
-        return Finding(State.OK, "model", f"{name}: {models.resolve(name, convert=False)}")
+        folder = models.resolve(name, weights=weights, convert=False)
+        return Finding(State.OK, "model", f"{name}: {folder}")
     except models.NotConverted as unconverted:
         place = _existing(models.cache_root())
         if _can_be_written(place):

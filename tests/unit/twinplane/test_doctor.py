@@ -169,14 +169,14 @@ def test_a_taken_port_fails() -> None:
 
 def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TWINPLANE_HOME", str(tmp_path))
-    (missing,) = check_models((DEFAULT_MODEL, DEFAULT_MODEL))
+    (missing,) = check_models((DEFAULT_MODEL, DEFAULT_MODEL), DEFAULT_MODEL)
     assert missing.state is State.FAIL
     assert missing.fix == f"twinplane model pull {DEFAULT_MODEL}"
     folder = tmp_path / "models" / DEFAULT_MODEL
     folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_text("{}")
-    assert states(check_models((DEFAULT_MODEL,))) == [State.OK]
+    assert states(check_models((DEFAULT_MODEL,), DEFAULT_MODEL)) == [State.OK]
     assert DEFAULT_MODEL in check_cache(tmp_path)[0].detail
     # What can't be pulled by its name is no reason to say so.
     (tmp_path / "empty").mkdir()

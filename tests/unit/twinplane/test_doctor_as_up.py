@@ -92,7 +92,7 @@ def start_refusal(config: WorkerConfig) -> str | None:
 
 
 def doctor_refusal(config: WorkerConfig) -> str | None:
-    findings = check_models((config.model,))
+    findings = check_models((config.model,), None if config.simulate else config.model)
     findings += judge_worker(WorkerProbe(**asdict(probe(config, os.environ))))
     failed = [finding.detail for finding in findings if finding.state is State.FAIL]
     return "; ".join(failed) or None
