@@ -6,16 +6,13 @@ child process.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
 from importlib import import_module, metadata
@@ -24,7 +21,7 @@ from pathlib import Path
 from twinplane import models
 from twinplane.cli.socket_folder import private_folder
 from twinplane.extras import Extra, how_to_get
-from twinplane.grpc.listen import CannotListen, check_socket_path
+from twinplane.grpc.listen import CannotListen, check_addresses
 from twinplane.models.cache import ModelCache
 from twinplane.models.catalogue import find_in_catalogue
 from twinplane.models.hub import is_hub_id
@@ -196,45 +193,17 @@ def check_event_loop() -> list[Finding]:
 
 
 def check_ports(config: ControlConfig) -> list[Finding]:
-    """Where the control plane would listen. Port 0 is any free one of a host that is ours."""
-    findings = []
-    with ExitStack() as held:  # so that two servers are not promised one port
-        if config.uds:
-            findings.append(_check_socket(Path(config.uds).absolute()))
-        else:
-            findings.append(_check_port("port", config.host, config.port, "--", held))
-        if config.metrics_port is not None:
-            host, port = config.metrics_host, config.metrics_port
-            findings.append(_check_port("metrics port", host, port, "--metrics-", held))
-    return findings
-
-
-def _check_socket(path: Path) -> Finding:
+    """Where the control plane would listen, by the check that `twinplane up` makes."""
+    uds = Path(config.uds).expanduser() if config.uds else None
+    metrics_host, metrics_port = config.metrics_host, config.metrics_port
     try:
-        check_socket_path(path)
+        check_addresses(config.host, config.port, uds, metrics_host, metrics_port)
     except CannotListen as error:
-        return Finding(State.FAIL, "socket", str(error), "twinplane up --uds PATH")
-    return Finding(State.OK, "socket", f"{path} is free")
-
-
-def _check_port(subject: str, host: str, port: int, flag: str, held: ExitStack) -> Finding:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = held.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind((host, port))
-        probe.listen(1)
-    except (OSError, UnicodeError) as error:
-        taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
-        return Finding(
-            State.FAIL,
-            subject,
-            f"{port} on {host}: {getattr(error, 'strerror', None) or error}",
-            f"stop what listens there, or twinplane up {flag}port N"
-            if taken
-            else f"twinplane up {flag}host HOST, with an address of this machine",
-        )
-    return Finding(State.OK, subject, f"{port} is free" if port else f"any free one of {host}")
+        return [Finding(State.FAIL, "addresses", str(error), "give another, or free this one")]
+    free = [str(uds) if uds else f"{config.host}:{config.port or 'any port'}"]
+    if metrics_port is not None:
+        free.append(f"{metrics_host}:{metrics_port or 'any port'} (metrics)")
+    return [Finding(State.OK, "addresses", f"free: {', '.join(free)}")]
 
 
 def check_socket_folder(environ: Mapping[str, str]) -> list[Finding]:

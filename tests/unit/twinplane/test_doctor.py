@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.planes import ROOT, free_port, plane_environment
+from tests.support.planes import ROOT, plane_environment
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from tests.unit.twinplane.tiny_gguf import TinyGguf
 from twinplane import models
@@ -150,21 +150,16 @@ def test_a_taken_port_fails() -> None:
         for config, flag in (
             (ControlConfig(port=port, metrics_port=None), "--port"),
             (ControlConfig(port=0, metrics_port=port), "--metrics-port"),
+            (ControlConfig(host="192.0.2.1", port=0, metrics_port=0), "--host"),
+            (ControlConfig(port=9, metrics_port=9, metrics_host="0.0.0.0"), "--metrics-port"),
+            (ControlConfig(uds="/no/such/folder/a.sock", metrics_port=None), "/no/such/folder"),
         ):
-            finding = check_ports(config)[-1]
+            (finding,) = check_ports(config)
             assert finding.state is State.FAIL
-            assert str(port) in finding.detail
-            assert f"{flag} N" in finding.fix
-        on_both = check_ports(ControlConfig(port=free_port(), metrics_port=0, host="192.0.2.1"))
-        assert states(on_both) == [State.FAIL, State.OK]
-        assert "--host HOST" in on_both[0].fix
+            assert flag in finding.detail
         with_socket = ControlConfig(uds="a.sock", port=port, metrics_port=0)
-        assert states(check_ports(with_socket)) == [State.OK, State.OK]
-        no_folder = ControlConfig(uds="/no/such/folder/a.sock", metrics_port=None)
-        assert states(check_ports(no_folder)) == [State.FAIL]
+        assert states(check_ports(with_socket)) == [State.OK]
     assert states(check_ports(ControlConfig(port=port, metrics_port=None))) == [State.OK]
-    twice = check_ports(ControlConfig(port=port, metrics_port=port, metrics_host="0.0.0.0"))
-    assert states(twice) == [State.OK, State.FAIL]
 
 
 def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -239,8 +234,8 @@ def test_the_settings_of_up_decide_what_is_checked(
     assert f"--port={port}" not in options, "that is the control plane's"
     findings = json.loads(capsys.readouterr().out)
     failures = {entry["subject"]: entry for entry in findings if entry["state"] == "fail"}
-    assert failures.keys() == {"port", "model"}
-    assert str(port) in failures["port"]["detail"]
+    assert failures.keys() == {"addresses", "model"}
+    assert str(port) in failures["addresses"]["detail"]
     assert "of-the-environment" in failures["model"]["detail"]
     with pytest.raises(SystemExit) as ended:
         doctor.main(["--port=x"])
