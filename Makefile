@@ -116,8 +116,9 @@ protos: $(INSTALLED)  ## generate the gRPC stubs from protos/
 	$(BIN)/python hatch_build.py
 	touch $(STUBS)
 
-docs: $(STUBS)  ## write the tables that code decides into README.md
+docs: $(STUBS)  ## write what code decides: README's table and the example of a settings file
 	$(BIN)/python -m docs.serves
+	$(BIN)/python -m twinplane.settings.example > deploy/twinplane.toml
 
 bench: model  ## run the benchmarks; BENCHES names some of them
 	$(BIN)/python -m bench $(BENCHES) $(ARGS)
