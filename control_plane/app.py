@@ -278,6 +278,7 @@ def refusal_of(config: ControlConfig) -> str | None:
     try:
         folder = resolve(config.model, weights=False)
         load_text_model(folder, trust_messages=config.trust_message_special_tokens)
+        sampling_defaults(config, folder)
     except (ModelError, ModelFilesInvalid) as error:
         return str(error)
     return None
