@@ -87,8 +87,9 @@ class Failures:
             case Status(reason=reason) if reason:
                 return status.message
             case _ if _is_too_large(status):
-                sizes = status.message.partition(_TOO_LARGE)[2].strip()
-                if status.message.startswith("CLIENT: Received"):
+                # Newer releases of gRPC put a clause around their own words.
+                sizes = status.message.partition(_TOO_LARGE)[2].strip().partition(")")[0] + ")"
+                if "CLIENT: Received" in status.message:
                     return f"the answer has more bytes than this client takes {sizes}: stream it"
                 return f"the request has more bytes than can be sent {sizes}"
             case Status(code=grpc.StatusCode.CANCELLED) if self.client_closed:
