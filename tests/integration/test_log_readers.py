@@ -92,8 +92,13 @@ def dropped(server: Server) -> int:
 
 
 def provoke(server: Server, calls: int) -> None:
-    """Calls that are refused; each gets its answer."""
-    with grpc.insecure_channel(server.address, [("grpc.enable_http_proxy", 0)]) as channel:
+    """Calls that are refused, and one in four that is not; each gets its answer. Of those that are
+    refused, the log tells only some each second; of the others, each is a line.
+    """
+    with (
+        Client(server.address, timeout=SECONDS) as client,
+        grpc.insecure_channel(server.address, [("grpc.enable_http_proxy", 0)]) as channel,
+    ):
         generate = channel.unary_stream(
             f"{METHOD}Generate", request_serializer=None, response_deserializer=None
         )
@@ -101,7 +106,10 @@ def provoke(server: Server, calls: int) -> None:
             f"{METHOD}Tokenize", request_serializer=None, response_deserializer=None
         )
         for number in range(calls):
-            body = MALFORMED[number % len(MALFORMED)]
+            if number % 4 == 3:
+                assert client.generate([5], max_tokens=1, ignore_eos=True).result().token_ids
+                continue
+            body = MALFORMED[number // 4 % len(MALFORMED)]
             with pytest.raises(grpc.RpcError) as refused:
                 if number % 2:
                     list(generate(body, timeout=SECONDS))
