@@ -60,6 +60,11 @@ class Keeper:
             await asyncio.sleep(lives.delay)
             await self.start()
 
+    def note_serving(self) -> None:
+        """It is known that this life serves. Does nothing when that was known."""
+        if self._served_since is None:
+            self._served_since = self._clock()
+
     async def stop(self) -> None:
         """Ends this life in order. Does nothing before the first."""
         if self._child is not None:
@@ -94,7 +99,7 @@ class Keeper:
 
     async def _notice_serving(self, restarting: Restarting, *, is_first: bool) -> None:
         await restarting.readiness.serving()
-        self._served_since = self._clock()
+        self.note_serving()
         if not is_first:
             self._terminal.message(f"the {self.plane.name} is back: process {self.pid}")
 

@@ -94,6 +94,8 @@ class Supervisor:
 
     async def _announce(self) -> None:
         await self._readiness.serving()
+        for keeper in self._keepers:
+            keeper.note_serving()  # or a kill right behind the line would find one that never did
         self._terminal.message(self._ready_line)
         for keeper in self._keepers:
             if keeper.plane.restarting is not None:

@@ -69,7 +69,7 @@ def address() -> Iterator[str]:
 
 
 def test_it_answers_in_words(address: str) -> None:
-    done = run("generate", "--json", "--max-tokens=40", "--address", address, "Hé")
+    done = run("generate", "--raw", "--json", "--max-tokens=40", "--address", address, "Hé")
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     assert answer["model"] == "simulated"

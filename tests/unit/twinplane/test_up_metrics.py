@@ -33,6 +33,6 @@ def test_the_worker_beside_a_control_plane_takes_no_metrics_port(
     config = tmp_path / "settings.toml"
     config.write_text(file)
     namespace = argparse.Namespace(config=config, **flags)
-    control = planes.resolve_control(planes.control_flags(namespace), variables)
     worker = planes.resolve_worker(planes.worker_flags(namespace), variables)
+    control = planes.resolve_control(planes.control_flags(namespace), variables, worker)
     assert (control.metrics_port, worker.metrics_port) == (port, None)

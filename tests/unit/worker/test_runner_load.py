@@ -112,7 +112,7 @@ def test_a_kernel_without_huge_pages_serves_from_small_ones(
             ExecutorUnavailable,
             "there are: torch, reference",
         ),
-        ({"device": "cuda:7"}, LoadError, "is not here"),
+        ({"device": "cuda:7"}, LoadError, "there is no device 'cuda:7' here"),
         ({"device": "abacus"}, LoadError, "use cpu or cuda"),
         ({"device": "meta"}, LoadError, "use cpu or cuda"),
     ],
