@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import io
-import socket
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.planes import Planes, free_port
 from tests.support.scripted_inference import (
-    Fail,
-    ScriptedInference,
     delta,
-    finished,
-    serve,
-    started,
 )
-from tests.unit.twinplane.cli_process import PATIENCE, run, start
 from twinplane import (
     FinishReason,
     GenerationResult,
@@ -37,11 +26,10 @@ from twinplane import (
 )
 from twinplane.bounds import SAMPLING_RANGES
 from twinplane.cli.chat_commands import Chat
-from twinplane.cli.chat_input import Entry, History, read_entry
+from twinplane.cli.chat_input import read_entry
 from twinplane.cli.chat_settings import NUMBERS, with_option
 from twinplane.cli.conversation import ContextFull, Conversation
 from twinplane.client.options import GenerateOptions
-from twinplane.inference.v1 import inference_pb2 as pb
 
 LENGTH = 4096
 
@@ -176,87 +164,6 @@ def test_a_failed_turn_is_undone() -> None:
     assert talk.client.seen[1] == [Message("user", "second")]
 
 
-# What is typed.
-
-
-@pytest.mark.parametrize(
-    ("lines", "text", "is_command"),
-    [
-        (["hi"], "hi", False),
-        (["/show"], "/show", True),
-        ([" /show "], " /show ", True),
-        (["/* a\ncomment */"], "/* a\ncomment */", False),
-        (["pasted\ntext"], "pasted\ntext", False),
-        (['"""one', 'two"""'], "one\ntwo", False),
-        (['"""', "one", "", "two", '"""'], "one\n\ntwo", False),
-        (['"""/etc/hosts is what?"""'], "/etc/hosts is what?", False),
-        (['""" a "" b """'], " a \"\" b ", False),
-        (['""""""'], "", False),
-        (['"""unfinished'], "unfinished", False),
-        (['"""a\nb"""'], "a\nb", False),
-        (['say """x"""'], 'say """x"""', False),
-        ([""], "", False),
-    ],
-)  # fmt: skip
-def test_an_entry(lines: list[str], text: str, is_command: bool) -> None:
-    left, prompts = list(lines), []
-
-    def read_line(prompt: str) -> str:
-        prompts.append(prompt)
-        if not left:
-            raise EOFError
-        return left.pop(0)
-
-    assert read_entry(read_line) == Entry("\n".join(lines), text, is_command)
-    assert not left
-    assert prompts[0] == "> "
-    assert {*prompts[1:]} <= {"... "}
-
-
-def test_the_end_of_the_input_is_the_end() -> None:
-    def read_line(_: str) -> str:
-        raise EOFError
-
-    with pytest.raises(EOFError):
-        read_entry(read_line)
-
-
-@settings(max_examples=100, deadline=None)
-@given(text=st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=40))
-def test_what_is_recalled_is_what_was_typed(text: str) -> None:
-    """An entry that is taken from the history means the same again."""
-    lines = text.split(" ")
-    entry = read_entry(lambda _: lines.pop(0) if lines else _end())
-    assert read_entry(lambda _: entry.typed) in (entry, read_entry(lambda _: entry.typed))
-    again = read_entry(_once(entry.typed))
-    assert again.text == entry.text or entry.typed.lstrip().startswith('"""')
-
-
-def _end() -> str:
-    raise EOFError
-
-
-def _once(text: str) -> Any:
-    left = [text]
-    return lambda _: left.pop() if left else _end()
-
-
-def test_a_history_is_kept_for_this_user_alone(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "history"
-    assert History(path).entries() == []
-    entries = ["one", "two\nlines", "ünï 你", '"""', "\u2028"]
-    for entry in entries:
-        History(path).append(entry)
-    assert History(path).entries() == entries
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    with path.open("ab") as file:
-        file.write(b"garbage\n\xff\n5\n")
-    assert History(path).entries() == entries
-    for number in range(1500):
-        History(path).append(str(number))
-    assert History(path).entries() == [str(number) for number in range(500, 1500)]
-
-
 # /set and /show.
 
 
@@ -372,86 +279,3 @@ def test_dropping_the_oldest_never_fails(lengths: list[tuple[int, int]], length:
         most = options["max_tokens"]
         assert most is not None
         assert count(prompt) + most <= length
-
-
-# Without a terminal.
-
-
-def test_chat_through_a_pipe(simulated_planes: Planes) -> None:
-    flags = ("--address", simulated_planes.address, "--max-tokens", "4", "--seed", "1")
-    done = run("chat", *flags, stdin="ab\n/exit\nnever\n")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\n")
-    assert ">" not in done.stdout.splitlines()[0][:1]
-
-
-def test_one_question_is_one_answer(simulated_planes: Planes) -> None:
-    flags = ("--address", simulated_planes.address, "--max-tokens", "4", "--seed", "1")
-    asked = run("chat", "ab", *flags, stdin="never")
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout
-    assert run("chat", "-", *flags, stdin="ab\n").stdout == asked.stdout
-    assert run("generate", "ab", *flags).stdout == asked.stdout
-    for empty in (("",), (" ",), ("-",)):
-        refused = run("chat", *empty, *flags)
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert "the question is empty" in refused.stderr
-
-
-def test_a_question_nobody_can_answer_fails_in_one_line(simulated_planes: Planes) -> None:
-    nobody = run("chat", "x", "--address", f"127.0.0.1:{free_port()}", "--wait", "0")
-    unknown = run("chat", "x", "--address", simulated_planes.address, "--model", "other")
-    with serve(ScriptedInference(supports_chat=False)) as address:
-        without = run("chat", "x", "--address", address)
-    for done, said in (
-        (nobody, "is `twinplane up` running?"),
-        (unknown, "no model 'other' is served; there is tiny"),
-        (without, "m has no chat template; `twinplane generate`"),
-    ):
-        assert (done.returncode, done.stdout) == (1, "")
-        assert said in done.stderr
-        assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_server_whose_model_is_not_there_yet_is_waited_for() -> None:
-    service = ScriptedInference(unready=3)
-    service.scripts.append([started(), delta("late", 1), finished(reason=pb.FINISH_REASON_STOP)])
-    with serve(service) as address:
-        done = run("chat", "x", "--address", address, "--wait", "60")
-        assert (done.returncode, done.stdout, done.stderr) == (0, "late\n", "")
-        assert sum(isinstance(r, pb.ListModelsRequest) for r in service.requests) == 4
-        service.unready = 10**6
-        gone = run("generate", "x", "--address", address, "--wait", "0.5")
-    assert gone.returncode == 1
-    assert "no model" in gone.stderr
-
-
-def test_a_server_that_does_not_listen_yet_is_waited_for(tmp_path: Path) -> None:
-    """The command looks for as long as it was told to; then the reason is the usual one."""
-    service = ScriptedInference()
-    service.scripts.append([started(), delta("late", 1), finished(reason=pb.FINISH_REASON_STOP)])
-    with socket.socket() as holder:  # the port is taken, and nobody listens
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-        waiting = start("chat", "x", "--address", f"127.0.0.1:{port}", "--wait", "60")
-        briefly = run("chat", "x", "--address", f"127.0.0.1:{port}", "--wait", "0.1")
-        assert (briefly.returncode, briefly.stdout) == (1, "")
-        assert "connection refused" in briefly.stderr
-        assert waiting.poll() is None, "it still waits"
-    with serve(service, port=port):
-        output, _ = waiting.communicate(timeout=PATIENCE)
-    assert (waiting.returncode, output) == (0, "late\n")
-    missing = run("generate", "x", "--address", f"unix:{tmp_path}/none", "--wait", "0.1")
-    assert "there is no such socket" in missing.stderr
-
-
-@pytest.mark.parametrize("command", ["chat", "generate"])
-def test_what_waiting_does_not_help_is_told_at_once(command: str) -> None:
-    """Whatever the wait, which outlasts this test's patience."""
-    service = ScriptedInference()
-    service.failures.extend([Fail(grpc.StatusCode.UNAVAILABLE, "it drains")] * 9)
-    with serve(service) as address:
-        for flags in (("--address", address), ("--address", address, "--tls")):
-            done = run(command, "x", *flags, "--wait", "1000")
-            assert done.returncode == 1
