@@ -36,7 +36,8 @@ REFUSALS = [
 
 def published() -> dict[str, Any]:
     text = (ROOT / "docs" / "contract.md").read_text()
-    (block,) = re.findall(r"^```json\n(.*?)^```$", text, re.S | re.M)
+    blocks = re.findall(r"^```json\n(.*?)^```$", text, re.S | re.M)
+    (block,) = (block for block in blocks if "methodConfig" in block)
     config: dict[str, Any] = json.loads(block)
     return config
 
