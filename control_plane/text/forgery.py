@@ -85,7 +85,7 @@ class Guard:
             beside = render(marked)
         except MemoryError:
             raise
-        except Exception:
+        except Exception:  # a template's own, of any kind: it reads what the marks changed
             return unclear
         own = self._find(beside)
         if [index for _, _, index in own] == [index for _, _, index in found]:

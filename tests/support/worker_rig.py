@@ -280,3 +280,15 @@ def unpack(error: grpc.aio.AioRpcError) -> Refusal:
     assert info.domain == "twinplane"
     metadata = dict(info.metadata)
     return Refusal(error.code(), info.reason, field, status.message, retry_after, metadata)
+
+
+def result_of(response: Any) -> Any:
+    """The result in an answer of Execute, whatever it answers."""
+    return getattr(response, response.WhichOneof("message")).result
+
+
+async def works(rig: Rig, epoch: int) -> None:
+    """The worker takes a new claim and samples what it should."""
+    await rig.attach(epoch)
+    result = (await rig.stub.Forward(first(epoch=epoch))).result
+    assert list(result.tokens) == wanted(1)

@@ -16,6 +16,7 @@ from typing import Any
 from twinplane import __version__, cli
 from twinplane.settings import resolution as settings
 from twinplane.settings.control import ControlConfig
+from twinplane.settings.hints import parse
 from twinplane.settings.worker import WorkerConfig
 
 _SHELLS = ("bash", "zsh")
@@ -39,7 +40,7 @@ def command_line() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str]) -> int:
     """Returns 0, or 1 where shtab is not installed."""
-    namespace = command_line().parse_args(argv)
+    namespace = parse(command_line(), argv)
     try:
         import shtab
     except ModuleNotFoundError:

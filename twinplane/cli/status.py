@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from twinplane.cli.connection import add_connection_flags, connection
 from twinplane.cli.request_flags import quiet_grpc
+from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
     from twinplane.cli.server_report import Report
@@ -39,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     Exits with 2 for wrong usage.
     """
     parser = command_line()
-    namespace = parser.parse_args(argv)
+    namespace = parse(parser, argv)
     if not 0 < namespace.timeout <= 3600:
         parser.error("--timeout must be above 0 and at most 3600 seconds")
     quiet_grpc()
