@@ -116,7 +116,7 @@ class Ledger:
             request=replace(request, prompt_token_ids=()),
             prompt_count=prompt_count,
             scanner=scanner,
-            rank=rank_of(request, self.counters.submitted, self.config.ageing_seconds),
+            rank=rank_of(request, sequence_id, self.config.ageing_seconds),
             token_ids=array("I", request.prompt_token_ids),
             token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
             cache_root=self.cache.root(request.cache_salt),

@@ -158,9 +158,9 @@ class Scheduler:
         ledger.lose_worker(keep_kv=keep_kv)
         ledger.attach(config, epoch, weight_version, keep_kv=keep_kv)
         sequences = list(ledger.waiting)
-        for serial, sequence in enumerate(sequences):
+        for sequence in sequences:
             request = sequence.request
-            sequence.rank = rank_of(request, serial, config.ageing_seconds)
+            sequence.rank = rank_of(request, sequence.sequence_id, config.ageing_seconds)
             sequence.token_limit = ledger.admission.token_limit(
                 sequence.prompt_count, request.stop.max_tokens
             )

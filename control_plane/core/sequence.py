@@ -186,11 +186,11 @@ class Sequence:
             self.mask, self.sent_mask = self.sent_mask, None
 
 
-def rank_of(request: Request, serial: int, ageing_seconds: float) -> Rank:
-    """Smaller goes first: by priority lowered by the time waited, then arrival, then `serial`.
+def rank_of(request: Request, sequence_id: SequenceId, ageing_seconds: float) -> Rank:
+    """Smaller goes first: by priority lowered by the time waited, then arrival, then its number.
 
     The effective priority at `now` is priority - (now - arrival) / ageing_seconds. All fall at one
     pace, so their order never changes and `now` drops out of it: the order is a constant of each
     request. Nothing starves, because whoever comes late enough ranks behind, whatever its priority.
     """
-    return (request.priority + request.arrival / ageing_seconds, request.arrival, serial)
+    return (request.priority + request.arrival / ageing_seconds, request.arrival, sequence_id)
