@@ -31,9 +31,10 @@ from control_plane.rpc.server import (
     inference_service,
 )
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.fleet import Fleet, away_seconds
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.roster import away_seconds
 from control_plane.shell.successor import ArithmeticChange
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model

@@ -19,6 +19,7 @@ all of them to one rule.
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -178,6 +179,15 @@ class Sequence:
         self.furthest = max(self.furthest, self.computed)
         self.computed = min(self.computed, len(self.token_ids) - 1)
         self.ahead = self.last_step = 0
+
+    def departed(self) -> Sequence:
+        """A copy that waits, for another core. What is in flight finds this one over."""
+        copied = copy(self)
+        copied.vacated(SequenceState.WAITING)
+        copied.lost()
+        copied.block_hashes = []
+        self.state = SequenceState.OVER
+        return copied
 
     def lost(self) -> None:
         """What was in flight will never come; what was allowed still is."""

@@ -11,13 +11,13 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
-from control_plane.shell.fleet import away_seconds
 from control_plane.shell.ports import (
     Attachment,
     RefusalReason,
     WorkerLost,
     WorkerRefused,
 )
+from control_plane.shell.roster import away_seconds
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
