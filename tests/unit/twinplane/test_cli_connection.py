@@ -10,6 +10,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tests.support.cli_process import run
 from tests.support.planes import Planes, free_port
 from tests.support.scripted_inference import (
     Fail,
@@ -19,7 +20,6 @@ from tests.support.scripted_inference import (
     serve,
     started,
 )
-from tests.unit.twinplane.cli_process import run
 from twinplane import (
     GenerateOptions,
     InvalidAddress,
@@ -171,7 +171,7 @@ def test_credentials_are_checked(
 @COMMANDS
 def test_nobody_there(command: str) -> None:
     address = f"127.0.0.1:{free_port()}"
-    done = run(command, "--address", address, stdin="hi\n")
+    done = run(command, "--address", address, "--wait=0.1", stdin="hi\n")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert f"no server answers at {address}: connection refused" in line
