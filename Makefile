@@ -26,7 +26,8 @@ BENCHES ?= all
 REVISION ?=
 # What the newest releases of others could break, without torch: the wire, the client, the control
 # plane, the simulated worker.
-NEWEST_TESTS := tests/contract tests/unit/worker_facade/test_worker_*.py \
+NEWEST_TESTS := tests/contract tests/integration/test_worker_process.py \
+  tests/unit/worker_facade/test_worker_*.py \
   $(addprefix tests/unit/control_rpc/test_,control_server.py inference_edge.py worker_client.py worker_convert.py) \
   $(wildcard tests/unit/twinplane/test_client_*.py tests/unit/twinplane/test_grpc_*.py)
 # What starts planes, or takes long, is elsewhere or marked slow; of large matrices a part is run.

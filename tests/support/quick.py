@@ -13,11 +13,14 @@ QUICK = "quick"
 
 
 def spread(values: Iterable[object], count: int) -> list[Any]:
-    """All values, each for one parameter; but for `count` of them, evenly spread, marked slow."""
-    every = list(values)
+    """All values; but for `count` of them, evenly spread, marked slow.
+
+    A tuple has a value for each of several parameters.
+    """
+    every = [value if isinstance(value, tuple) else (value,) for value in values]
     quick = {index * len(every) // count for index in range(count)}
     return [
-        pytest.param(value, marks=() if index in quick else pytest.mark.slow)
+        pytest.param(*value, marks=() if index in quick else pytest.mark.slow)
         for index, value in enumerate(every)
     ]
 

@@ -78,7 +78,7 @@ def next_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> 
     return logits
 
 
-@pytest.mark.parametrize("name", spread(MODELS, 2))
+@pytest.mark.parametrize("name", spread(MODELS, 1))
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_company_order_chunks_and_threads_change_no_bit(
     name: str, numbers: str, folders: dict[str, Path]
