@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.cli_process import run
 from tests.support.planes import Planes, running_planes
+from tests.unit.twinplane.cli_process import run
 from twinplane import Client, Message
 from twinplane.models import DEFAULT_MODEL, SMOLLM2_135M_INSTRUCT
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.support.cli_process import PATIENCE, run, start
 from tests.support.planes import Planes, free_port
 from tests.support.scripted_inference import (
     Fail,
@@ -18,6 +17,7 @@ from tests.support.scripted_inference import (
     serve,
     started,
 )
+from tests.unit.twinplane.cli_process import PATIENCE, run, start
 from twinplane.inference.v1 import inference_pb2 as pb
 
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.cli_process import PATIENCE
 from tests.support.planes import ROOT, free_port, plane_environment
 from tests.support.scripted_inference import (
     Hang,
@@ -27,6 +26,7 @@ from tests.support.scripted_inference import (
     serve,
     started,
 )
+from tests.unit.twinplane.cli_process import PATIENCE
 from tests.unit.twinplane.test_word_wrap import Screen
 from twinplane.inference.v1 import inference_pb2 as pb
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import PATIENCE, run
 from tests.support.planes import ROOT, plane_environment
+from tests.unit.twinplane.cli_process import PATIENCE, run
 from twinplane import cli
 
 ASK = """

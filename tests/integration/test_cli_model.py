@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import run
 from tests.support.planes import plane_environment, running_planes
+from tests.unit.twinplane.cli_process import run
 from twinplane import Client
 
 COMMIT = "c" * 40

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import PATIENCE, run
 from tests.support.planes import ROOT, free_port, plane_environment
+from tests.unit.twinplane.cli_process import PATIENCE, run
 from twinplane.cli import planes
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.support.cli_process import PATIENCE, run
 from tests.support.planes import Plane, Planes, free_port, running_planes
+from tests.unit.twinplane.cli_process import PATIENCE, run
 from twinplane.models import SIMULATED_MODEL, resolve
 
 

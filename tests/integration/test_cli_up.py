@@ -19,8 +19,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.cli_process import PATIENCE, run
 from tests.support.planes import ROOT, free_port, plane_environment
+from tests.unit.twinplane.cli_process import PATIENCE, run
 
 
 def eventually(condition: Callable[[], bool]) -> bool:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import tiny_llama
-from tests.support.cli_process import run
 from tests.support.planes import ROOT, free_port
+from tests.unit.twinplane.cli_process import run
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cli_process import PATIENCE, run
 from tests.support.planes import ROOT, Planes, free_port, plane_environment
 from tests.support.scripted_inference import (
     Hang,
@@ -23,6 +22,7 @@ from tests.support.scripted_inference import (
     serve,
     started,
 )
+from tests.unit.twinplane.cli_process import PATIENCE, run
 from twinplane.cli import main
 from twinplane.cli.failures import one_line
 from twinplane.errors import InvalidRequest, Overloaded, Unavailable, Violation

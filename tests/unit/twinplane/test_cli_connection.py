@@ -10,7 +10,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.support.cli_process import run
 from tests.support.planes import Planes, free_port
 from tests.support.scripted_inference import (
     Fail,
@@ -20,6 +19,7 @@ from tests.support.scripted_inference import (
     serve,
     started,
 )
+from tests.unit.twinplane.cli_process import run
 from twinplane import (
     GenerateOptions,
     InvalidAddress,

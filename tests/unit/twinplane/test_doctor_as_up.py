@@ -17,10 +17,10 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.cli_process import PATIENCE
 from tests.support.planes import ROOT, free_port, plane_environment
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
+from tests.unit.twinplane.cli_process import PATIENCE
 from twinplane.cli.doctor_checks import State, WorkerProbe, check_models, judge_worker
 from twinplane.settings.worker import WorkerConfig
 from worker_service.probe import probe

@@ -14,10 +14,10 @@ from typing import Any
 import huggingface_hub
 import pytest
 
-from tests.support.cli_process import run
 from tests.support.config_cases import MODEL_TYPES, random_case
 from tests.support.planes import ROOT
 from tests.support.tiny_spec import TINY_CONFIG
+from tests.unit.twinplane.cli_process import run
 from twinplane import models
 from twinplane.cli import main
 from twinplane.cli.served_models import check_model
