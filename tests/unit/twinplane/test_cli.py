@@ -79,6 +79,7 @@ def test_errors_say_what_to_do_in_one_line() -> None:
 # generate.
 
 
+@pytest.mark.slow
 def test_generate_streams_text_and_tells_its_usage(simulated_planes: Planes) -> None:
     flags = ("--address", simulated_planes.address, "--max-tokens", "8", "--seed", "3")
     plain = run("generate", "ab", *flags, "-v")
@@ -93,6 +94,7 @@ def test_generate_streams_text_and_tells_its_usage(simulated_planes: Planes) -> 
             assert run("generate", *argument, *flags, stdin=piped).stdout == plain.stdout
 
 
+@pytest.mark.slow
 def test_generate_uses_the_chat_template_unless_it_is_told_not_to(simulated_planes: Planes) -> None:
     flags = ("--address", simulated_planes.address, "--max-tokens", "2", "--json")
 
@@ -110,6 +112,7 @@ def test_generate_uses_the_chat_template_unless_it_is_told_not_to(simulated_plan
     assert prompt_tokens("ab") == len(rendered) - special
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[""], ["-"], [], ["--raw", ""]])
 def test_an_empty_prompt_is_a_mistake_of_usage(arguments: list[str]) -> None:
     done = run("generate", *arguments, stdin="\n")
@@ -127,6 +130,7 @@ def test_a_model_without_a_template_goes_on_from_the_text() -> None:
     assert request.text == "the prompt"
 
 
+@pytest.mark.slow
 def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
     simulated_planes: Planes,
 ) -> None:
@@ -142,6 +146,7 @@ def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
     assert "48" in refused.stderr
 
 
+@pytest.mark.slow
 def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
     nobody = run("generate", "x", "--address", f"127.0.0.1:{free_port()}", "--wait", "0")
     assert nobody.returncode == 1
@@ -154,6 +159,7 @@ def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
     assert len(wrong.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_generate_into_a_closed_pipe_ends_quietly(simulated_planes: Planes) -> None:
     # Closed before the command starts: a reader that leaves midway races the stream's end.
     read_end, write_end = os.pipe()
@@ -173,6 +179,7 @@ def test_generate_into_a_closed_pipe_ends_quietly(simulated_planes: Planes) -> N
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_the_generation_on_the_server() -> None:
     service = ScriptedInference(scripts=deque([[started(), delta("a", 1), Hang()]]))
     with (
@@ -213,6 +220,7 @@ def test_what_is_asked_for_reaches_the_server() -> None:
 # model.
 
 
+@pytest.mark.slow
 def test_model_list_and_an_unknown_name(tmp_path: Path) -> None:
     empty = run("model", "list", TWINPLANE_HOME=str(tmp_path), HF_HOME=str(tmp_path))
     assert "run: twinplane model pull" in empty.stdout

@@ -54,9 +54,11 @@ class GatedBuild:
 
     def __init__(self, outcome: SimulatedRunner | Exception) -> None:
         self._outcome = outcome
+        self.entered = threading.Event()
         self.opened = threading.Event()
 
     def __call__(self) -> SimulatedRunner:
+        self.entered.set()
         assert self.opened.wait(PATIENCE)
         if isinstance(self._outcome, Exception):
             raise self._outcome
@@ -287,7 +289,7 @@ async def test_the_application_stops_while_it_loads():
     stop = asyncio.Event()
     build = GatedBuild(simulated_runner())
     running = asyncio.create_task(serve(CONFIG, stop, build))
-    await asyncio.sleep(0.05)
+    await until(build.entered.is_set)
     stop.set()
     assert await asyncio.wait_for(running, PATIENCE) == ""
     build.opened.set()
