@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,11 +27,10 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "other-languages.md").read_text()
 GO_SOURCES = Path("/usr/share/gocode")
 JARS = Path("/usr/share/java")
-JAVA_ARTIFACTS = ("protobuf", "grpc-api", "grpc-stub", "grpc-protobuf", "grpc-core", "grpc-context",
-                  "grpc-protobuf-lite", "grpc-netty", "guava", "jsr305", "perfmark-api", "netty-all",
-                  "netty-common", "netty-buffer", "netty-codec", "netty-codec-http",
-                  "netty-codec-http2", "netty-handler", "netty-resolver", "netty-transport",
-                  "geronimo-annotation-1.3-spec")  # fmt: skip
+ARTIFACTS = """protobuf grpc-api grpc-stub grpc-protobuf grpc-protobuf-lite grpc-core grpc-context
+    grpc-netty guava jsr305 perfmark-api geronimo-annotation-1.3-spec netty-all netty-common
+    netty-buffer netty-codec netty-codec-http netty-codec-http2 netty-handler netty-resolver
+    netty-transport""".split()
 OLD_GO = {
     "grpc.NewClient(": "grpc.Dial(",
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",
@@ -45,8 +45,8 @@ import (
 
 type codec struct{}
 
-func (codec) Marshal(v interface{}) ([]byte, error) { return proto.Marshal(v.(proto.Message)) }
-func (codec) Unmarshal(b []byte, v interface{}) error { return proto.Unmarshal(b, v.(proto.Message)) }
+func (codec) Marshal(v any) ([]byte, error) { return proto.Marshal(v.(proto.Message)) }
+func (codec) Unmarshal(b []byte, v any) error { return proto.Unmarshal(b, v.(proto.Message)) }
 func (codec) Name() string { return "proto" }
 func init() { encoding.RegisterCodec(codec{}) }
 """
@@ -85,39 +85,26 @@ def generate(tmp_path: Path) -> Callable[[str], Path]:
         if renamed is not None:
             (tmp_path / "bin").mkdir()
             (tmp_path / "bin" / "protoc-gen-grpc-java").symlink_to(renamed)
-        path = os.pathsep.join(
-            map(str, (tmp_path / "bin", f"{os.sys.prefix}/bin", os.environ["PATH"]))
-        )
+        path = os.pathsep.join((f"{tmp_path}/bin", f"{sys.prefix}/bin", os.environ["PATH"]))
+        environment = plane_environment(PATH=path, HOME=str(tmp_path))
         _, command = re.findall(r"^```bash\n(.*?)^```$", PAGE, re.S | re.M)
-        run(
-            ["bash", "-ec", command],
-            cwd=tmp_path,
-            env=plane_environment(PATH=path, HOME=str(tmp_path)),
-        )
+        run(["bash", "-ec", command], cwd=tmp_path, env=environment)
         return tmp_path / "gen" / language
 
     return generated
 
 
-def expected(planes: Planes) -> int:
-    """How many tokens the programs ask for, which the simulated worker gives all."""
-    assert "MaxTokens: proto.Uint32(8)" in program("go")
-    assert "setMaxTokens(8)" in program("java")
-    return 8
-
-
 def check(answer: str, planes: Planes) -> None:
-    """It is an answer: eight tokens' text."""
+    """It is text of about the eight tokens that the programs ask for."""
     with Client(planes.address) as client:
-        assert answer.strip()
-        assert len(client.tokenize(answer, add_special_tokens=False)) >= 8
+        assert 4 <= len(client.tokenize(answer, add_special_tokens=False)) <= 16
 
 
 def test_the_java_program_of_the_page_gets_an_answer(
     simulated_planes: Planes, generate: Callable[[str], Path], tmp_path: Path
 ) -> None:
     require("javac", "java", "protoc", "grpc_java_plugin")
-    jars = [JARS / f"{name}.jar" for name in JAVA_ARTIFACTS]
+    jars = [JARS / f"{name}.jar" for name in ARTIFACTS]
     missing = [jar.name for jar in jars if not jar.is_file()]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
