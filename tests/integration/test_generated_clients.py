@@ -27,10 +27,29 @@ pytestmark = pytest.mark.slow
 PAGE = (ROOT / "docs" / "other-languages.md").read_text()
 GO_SOURCES = Path("/usr/share/gocode")
 JARS = Path("/usr/share/java")
-ARTIFACTS = """protobuf grpc-api grpc-stub grpc-protobuf grpc-protobuf-lite grpc-core grpc-context
-    grpc-netty guava jsr305 perfmark-api geronimo-annotation-1.3-spec netty-all netty-common
-    netty-buffer netty-codec netty-codec-http netty-codec-http2 netty-handler netty-resolver
-    netty-transport""".split()
+ARTIFACTS = [
+    "protobuf",
+    "grpc-api",
+    "grpc-stub",
+    "grpc-protobuf",
+    "grpc-protobuf-lite",
+    "grpc-core",
+    "grpc-context",
+    "grpc-netty",
+    "guava",
+    "jsr305",
+    "perfmark-api",
+    "geronimo-annotation-1.3-spec",
+    "netty-all",
+    "netty-common",
+    "netty-buffer",
+    "netty-codec",
+    "netty-codec-http",
+    "netty-codec-http2",
+    "netty-handler",
+    "netty-resolver",
+    "netty-transport",
+]
 OLD_GO = {
     "grpc.NewClient(": "grpc.Dial(",
     "grpc.WithTransportCredentials(insecure.NewCredentials())": "grpc.WithInsecure()",

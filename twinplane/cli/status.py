@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twinplane.cli.connection import add_connection_flags, connection
 from twinplane.cli.request_flags import quiet_grpc
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
@@ -21,20 +22,19 @@ _TIMEOUT_SECONDS = 5.0
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane status",
-        usage="%(prog)s [options]",
-        description="Say whether a server is ready, what it serves and how much room it has. "
-        "A worker's own address will do.",
-        epilog="exit codes: 0 ready, 1 not ready or no answer, 2 wrong usage",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane status",
+        "Say whether a server is ready, what it serves and how much room it has.\n"
+        "The server is a control plane, or a worker by its own address.",
+        notes=("exit codes: 0 ready, 1 not ready or no answer, 2 wrong usage", ""),
+        examples=("twinplane status", "twinplane status --address 127.0.0.1:50052 --json"),
     )
     add_connection_flags(parser)
     parser.add_argument(
         "--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="X",
-        help="seconds to wait for an answer (default: %(default)g)",
+        help="wait X seconds for an answer (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     return parser
 
 
