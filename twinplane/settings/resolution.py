@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import hint, nearest, parse
 from twinplane.settings.service_links import is_service_link
 
@@ -161,14 +162,13 @@ def from_command_line(
     *,
     prog: str,
     description: str,
+    examples: Sequence[str] = (),
     table: str,
     known: Mapping[str, Collection[str]],
 ) -> Settings:
     """Parses and resolves the settings of a process that has one settings class. On a mistake it
     prints one line and exits with code 2, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog, description, examples=examples, has_settings=True)
     add_arguments(parser, cls)
     others = {
         name: f"is a setting of `twinplane {plane}`"

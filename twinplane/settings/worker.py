@@ -36,19 +36,19 @@ class WorkerConfig:
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV (auto: float32 on a CPU, else the model's own)",
+        "number format of weights and KV; auto: float32 on a CPU, else the model's",
         group=_MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "none",
-        "how weights are kept (int8: a quarter of the memory, compiled CPU kernels only)",
+        "how weights are kept; int8: a quarter of the memory, compiled CPU kernels only",
         group=_MODEL,
         choices=("none", "int8"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of KV (auto: that of dtype; bfloat16 under float32: compiled kernels only)",
+        "number format of KV; auto: that of dtype; bfloat16 under float32: compiled kernels only",
         group=_MODEL,
         choices=("auto", "float32", "bfloat16"),
     )
@@ -77,13 +77,13 @@ class WorkerConfig:
     )
     executor: str = option(
         "auto",
-        "what runs the model: compiled (a CPU in float32) or torch (auto: the first that can)",
+        "what runs the model: compiled (a CPU in float32) or torch; auto: the first that can",
         group=_DEVICE,
         choices=("auto", "compiled", "torch"),
     )
     attention_backend: str = option(
         "auto",
-        "what attends in the torch executor: torch or reference (auto: the first that can)",
+        "what attends in the torch executor: torch or reference; auto: the first that can",
         group=_DEVICE,
     )
     threads: int | None = option(
@@ -121,7 +121,7 @@ class WorkerConfig:
     )
     log_format: str = option(
         "auto",
-        "log lines for people or machines (auto: people on a terminal)",
+        "how log lines look; auto: text on a terminal, else json",
         group=_PROCESS,
         choices=("auto", "text", "json"),
     )

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,14 @@ from tests.support.scripted_inference import (
     started,
 )
 from tests.unit.twinplane.cli_process import PATIENCE, run
+from twinplane import cli
 from twinplane.cli import main
 from twinplane.cli.failures import one_line
 from twinplane.errors import InvalidRequest, Overloaded, Unavailable, Violation
 from twinplane.inference.v1 import inference_pb2 as pb
+from twinplane.settings.command_parser import MOST_USED
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.worker import WorkerConfig
 
 # The front door.
 
@@ -50,12 +55,55 @@ def test_version_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gnerate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["up", "control", "worker", "generate", "chat", "doctor"])
-def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+WITH_SETTINGS = ("up", "control", "worker", "doctor")
+HELPS = [
+    *((name, "--help") for name in cli.commands()),
+    *((name, "--help-all") for name in WITH_SETTINGS),
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), HELPS)
+def test_each_help_is_for_a_narrow_terminal_and_ends_with_examples_that_parse(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main([command, flag])
     assert caught.value.code == 0
-    assert f"usage: twinplane {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"usage: twinplane {command}")
+    assert re.match(r"[A-Z][a-z]+ ", lines[2]), "a verb first"
+    if flag == "--help":
+        assert len(lines) <= 48, "a screen"
+    options, _, examples = text.partition("\nexamples:\n")
+    known = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", options))
+    assert examples
+    for example in examples.splitlines():
+        assert f"twinplane {command}" in example
+        flags = {word for word in example.split() if word.startswith("--")}
+        assert flags <= known | {"--revision"}, example
+
+
+@pytest.mark.parametrize("command", WITH_SETTINGS)
+def test_the_short_help_is_a_part_of_the_whole(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        shown.append(set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)))
+    short, whole = shown
+    assert short < whole
+    assert {"--help-all", "--config", "--model", "--port"} <= short
+    assert len(whole) > len(short) + 10
+
+
+def test_what_the_short_help_shows_are_settings() -> None:
+    known = {setting.name for cls in (ControlConfig, WorkerConfig) for setting in fields(cls)}
+    assert set(MOST_USED) <= known
 
 
 def test_help_imports_nothing_heavy() -> None:
