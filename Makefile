@@ -32,7 +32,7 @@ NEWEST_TESTS := tests/contract tests/unit/worker_facade/test_worker_*.py \
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -91,6 +91,9 @@ exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 
 mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
 	$(BIN)/python -m tests.mutation $(ARGS)
+
+firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes
+	$(BIN)/python -m tests.first_day $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest -m 'not slow and not model and not gpu' $(QUICK_TESTS) $(ARGS)
