@@ -22,7 +22,7 @@ from tests.first_day.walk import Reader, path_with, walk_all
 from tests.support.planes import ROOT
 
 FRESH_SECONDS = 1200.0
-HERE_SECONDS = 60.0
+HERE_SECONDS = 180.0
 
 
 def main() -> int:

@@ -42,10 +42,11 @@ def test_the_page_has_ten_tasks_and_each_shows_something() -> None:
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.timeout(600)
 def test_the_page_is_true(tmp_path: Path) -> None:
     walk_all(reader_here(tmp_path), read_page(PAGE))
     undisturbed = (tmp_path / "first-day" / "undisturbed.txt").read_text()
-    assert len(undisturbed) > 400
+    assert len(undisturbed) > 300
     # Task 7 and task 10 broke a story in the middle: the next claim took it up.
     logs = [log.read_text() for log in sorted(tmp_path.glob("server-*.log"))]
     taken_up = [log for log in logs if "worker attached" in log and "sequence_count=1 " in log]
