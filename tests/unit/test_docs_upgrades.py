@@ -16,7 +16,7 @@ SECTIONS = {"Unreleased": "From 0.2.0 to the next release", "0.2.0": "From 0.1.0
 
 
 def entries(release: str) -> list[str]:
-    """The entries under Changed and Removed of a release, each as one line without its bold marks."""
+    """The entries under Changed and Removed of a release, each in one line, without bold marks."""
     text = CHANGELOG.split(f"\n## [{release}]", 1)[1].split("\n## [", 1)[0]
     parts = re.findall(r"^### (?:Changed|Removed)\n(.*?)(?=^### |\Z)", text, re.S | re.M)
     found = [entry for part in parts for entry in re.split(r"^- ", part, flags=re.M)[1:]]
