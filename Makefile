@@ -35,7 +35,7 @@ QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu' --durations=8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -94,6 +94,9 @@ exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 
 mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
 	$(BIN)/python -m tests.mutation $(ARGS)
+
+firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes
+	$(BIN)/python -m tests.first_day $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)
