@@ -77,10 +77,16 @@ def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
 
 def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
     _import_torch()
-    from worker_service.runner.load import load_runner
+    from worker_service.runner.load import check_load, load_runner
 
     progress("looking for the model")
-    return load_runner(_runner_options(config, models.resolve(config.model), progress))
+    try:
+        folder = models.resolve(config.model, convert=False)
+    except models.NotConverted as unconverted:
+        # What can't be loaded need not be converted, which may take minutes and gigabytes.
+        check_load(_runner_options(config, Path(config.model), progress), unconverted.config)
+        folder = models.resolve(config.model)
+    return load_runner(_runner_options(config, folder, progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,14 +163,9 @@ def _import_torch() -> None:
 def _runner_options(
     config: WorkerConfig, folder: Path, progress: Callable[[str], None]
 ) -> RunnerOptions:
-    from worker_service.runner.device import (
-        available_device,
-        default_kv_cache_bytes,
-        open_device,
-    )
+    from worker_service.runner.device import available_device
 
     device = available_device() if config.device == "auto" else config.device
-    open_device(device)  # before it is asked for its memory
     return RunnerOptions(
         model_folder=folder,
         model_name=_model_name(config),
@@ -173,9 +174,7 @@ def _runner_options(
         quantization=Quantization(config.quantization),
         kv_data_type=None if config.kv_cache_dtype == "auto" else DataType(config.kv_cache_dtype),
         block_size=config.block_size,
-        kv_cache_bytes=_or_else(
-            config.kv_cache_memory_bytes, lambda: default_kv_cache_bytes(device, folder)
-        ),
+        kv_cache_bytes=config.kv_cache_memory_bytes,
         max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS[device]),
         max_step_token_count=_or_else(
             config.max_num_batched_tokens, lambda: DEFAULT_STEP_TOKENS[device]
