@@ -22,8 +22,19 @@ from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
 from worker_service.runner.interface import Runner
+from worker_service.runner.memory_plan import (
+    bytes_of_rows,
+    require,
+    require_rows,
+    this_machine,
+)
 from worker_service.runner.options import Quantization, RunnerOptions
-from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
+from worker_service.simulated.runner import (
+    SimulatedLatency,
+    SimulatedModel,
+    SimulatedRunner,
+    simulated_pool_bytes,
+)
 from worker_service.threads import resolve_threads
 
 _DEFAULT_LENGTH = 8_192
@@ -205,6 +216,14 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         ),
         max_sequence_token_count=length,
         max_prompt_token_count=length,
+    )
+    host = this_machine()
+    require_rows(bytes_of_rows(limits, config.block_size), host)
+    require(
+        "the simulated KV pool takes",
+        simulated_pool_bytes(config.simulate_block_count, config.block_size),
+        host,
+        "give less by --simulate-block-count or --block-size",
     )
     model = SimulatedModel(
         name=_model_name(config),

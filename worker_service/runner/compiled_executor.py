@@ -97,7 +97,7 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
         kernels = _open(config, config.thread_count)
     except KernelsUnavailable as unavailable:
         raise ExecutorUnavailable(
-            f"the compiled kernels cannot run: {unavailable}"
+            f"the compiled kernels cannot run: {unavailable}; fewer --threads may do"
         ) from unavailable
     model = CompiledDecoder(
         kernels,

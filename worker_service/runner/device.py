@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from worker_service.domain.capability import DataType, Device, DeviceKind
-from worker_service.host_memory import host_memory
 from worker_service.load_errors import LoadError
-from worker_service.runner.memory_plan import Memory, require_weights
+from worker_service.runner.memory_plan import Memory, require_weights, this_machine
 from worker_service.runner.options import Quantization
 
 _CPU_KV_BYTES = 1 << 30
@@ -72,15 +71,9 @@ def describe_device(device: torch.device) -> Device:
 def memory_of(device: torch.device) -> Memory:
     """The memory of the GPU, or that of the host."""
     if device.type != "cuda":
-        return host()
+        return this_machine()
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     return Memory(str(device), int(total_bytes), int(free_bytes))
-
-
-def host() -> Memory:
-    """The memory of this machine, within its container's limit."""
-    memory = host_memory()
-    return Memory("this machine", memory.total_bytes, memory.available_bytes)
 
 
 def default_kv_cache_bytes(device: torch.device, data_type: DataType, weights_bytes: int) -> int:
@@ -90,7 +83,7 @@ def default_kv_cache_bytes(device: torch.device, data_type: DataType, weights_by
         return _CPU_KV_BYTES
     memory = memory_of(device)
     smaller = smaller_formats(device, getattr(torch, data_type.value), Quantization.NONE)
-    require_weights(weights_bytes, memory, host(), data_type.value, smaller)
+    require_weights(weights_bytes, memory, this_machine(), data_type.value, smaller)
     return int((memory.free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
 
 

@@ -30,14 +30,13 @@ from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import (
     default_kv_cache_bytes,
     describe_device,
-    host,
     memory_of,
     open_device,
     smaller_formats,
 )
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
 from worker_service.runner.kv_cache import KVCache, blocks_within, bytes_per_block, layer_groups
-from worker_service.runner.memory_plan import MemoryPlan, bytes_of_rows
+from worker_service.runner.memory_plan import MemoryPlan, bytes_of_rows, this_machine
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.selection import EXECUTORS, select_executor
@@ -191,7 +190,7 @@ def plan_memory(config: ExecutorConfig, taken: ExecutorMemory, kv_bytes: int) ->
     quantization, format_name = config.quantization, str(config.data_type).removeprefix("torch.")
     return MemoryPlan(
         device=memory_of(config.device),
-        host=host(),
+        host=this_machine(),
         weights_bytes=taken.weights_bytes,
         kv_bytes=kv_bytes,
         workspace_bytes=taken.workspace_bytes,

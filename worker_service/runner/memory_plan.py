@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from worker_service.domain.capability import Limits
+from worker_service.host_memory import host_memory
 from worker_service.load_errors import KVPoolTooLarge, LoadError, OutOfMemory
 
 # A row's entries that do not grow with its length: see RequestState and SamplingState.
@@ -80,8 +81,8 @@ class MemoryPlan:
         )
         require_rows(self.rows_bytes, self.host)
         pool, steps = "--kv-cache-memory-bytes", "--max-num-batched-tokens or --max-num-seqs"
-        _require("the KV pool takes", self.kv_bytes, self.device, _less_by(pool), KVPoolTooLarge)
-        _require("the buffers of a step take", self.workspace_bytes, self.device, _less_by(steps))
+        require("the KV pool takes", self.kv_bytes, self.device, _less_by(pool), KVPoolTooLarge)
+        require("the buffers of a step take", self.workspace_bytes, self.device, _less_by(steps))
         if not self.is_on_host and self.missing_bytes:
             raise OutOfMemory(
                 f"weights ({in_units(self.weights_bytes)}), the KV pool "
@@ -104,13 +105,19 @@ def require_weights(
     what = f"the weights in {number_format} take"
     smaller = "".join(f"give {each}, or " for each in smaller_formats)
     if device == host:
-        _require(what, weights_bytes, host, f"{smaller}serve a smaller model")
+        require(what, weights_bytes, host, f"{smaller}serve a smaller model")
     elif weights_bytes >= device.free_bytes:
         raise OutOfMemory(
             f"{what} {in_units(weights_bytes)} and leave no room in the "
             f"{in_units(device.free_bytes)} that are free on {device.name}: stop what else uses "
             f"it, {smaller}serve a smaller model"
         )
+
+
+def this_machine() -> Memory:
+    """The memory of the host, within its container's limit."""
+    memory = host_memory()
+    return Memory("this machine", memory.total_bytes, memory.available_bytes)
 
 
 def bytes_of_rows(limits: Limits, block_size: int) -> int:
@@ -124,7 +131,7 @@ def bytes_of_rows(limits: Limits, block_size: int) -> int:
 def require_rows(rows_bytes: int, host: Memory) -> None:
     """Raises OutOfMemory where the host has less than the rows take."""
     advice = _less_by("--max-num-seqs or --max-model-len")
-    _require("rows for that many sequences of that length take", rows_bytes, host, advice)
+    require("rows for that many sequences of that length take", rows_bytes, host, advice)
 
 
 def in_units(size: int) -> str:
@@ -135,13 +142,15 @@ def in_units(size: int) -> str:
     return f"{value:.3g} {_UNITS[unit]}" if value < 999.5 else f"{value:.0f} {_UNITS[unit]}"
 
 
-def _require(
+def require(
     what: str,
     size: int,
     memory: Memory,
     advice: str,
     error: type[LoadError] = OutOfMemory,
 ) -> None:
+    """Raises the error where `what`, a subject with its verb, is more than the memory has in all.
+    `advice` says what to do."""
     if size > memory.total_bytes:
         raise error(
             f"{what} {in_units(size)}, {in_units(size - memory.total_bytes)} more than "

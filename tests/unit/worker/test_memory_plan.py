@@ -27,6 +27,7 @@ from worker_service.kernels.cpu.compiler import default_cache
 from worker_service.load_errors import KVPoolTooLarge, LoadError, OutOfMemory
 from worker_service.model.registry import describe
 from worker_service.runner import device as devices
+from worker_service.runner import memory_plan
 from worker_service.runner.load import check_load, load_runner, plan_memory
 from worker_service.runner.memory_plan import Memory, MemoryPlan, bytes_of_rows, in_units
 from worker_service.runner.model_runner import ModelRunner, _warm_up_batch
@@ -147,7 +148,7 @@ def folder(tmp_path: Path) -> Path:
 def only_has(monkeypatch: pytest.MonkeyPatch, total: int, free: int | None = None) -> None:
     """From here on the machine has so many bytes."""
     memory = HostMemory(total, total if free is None else free)
-    monkeypatch.setattr(devices, "host_memory", lambda: memory)
+    monkeypatch.setattr(memory_plan, "host_memory", lambda: memory)
 
 
 def test_one_line_says_the_plan_before_anything_is_read(
