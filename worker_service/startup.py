@@ -19,6 +19,7 @@ from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
 from worker_service.domain.capability import DataType, Limits
 from worker_service.load_errors import LoadError
+from worker_service.memory_errors import one_line
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
 from worker_service.runner.interface import Runner
@@ -241,7 +242,13 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         row=config.simulate_row_us / 1e6,
         kilotoken=config.simulate_kilotoken_us / 1e6,
     )
-    return SimulatedRunner(model, latency)
+    try:
+        return SimulatedRunner(model, latency)
+    except MemoryError as error:  # the machine has it, and does not give it
+        raise StartupError(
+            f"this machine gives no memory for the simulation ({one_line(error)}): give less by "
+            "--simulate-block-count, --block-size, --max-num-seqs or --max-model-len"
+        ) from error
 
 
 def _simulated_shape(config: WorkerConfig) -> _Shape:

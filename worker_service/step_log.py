@@ -26,6 +26,7 @@ from worker_service.domain.errors import (
     WorkerError,
 )
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.memory_errors import is_out_of_memory
 from worker_service.runner.interface import PendingStep, Runner
 
 KEPT_STEP_COUNT = 8
@@ -221,9 +222,19 @@ class StepLog:
         except Exception as error:  # any error of a model ends the epoch, not the process
             self._failed = True
             _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
-            failed = RunnerFailed(f"step {step_id} failed: {type(error).__name__}")
+            failed = RunnerFailed(f"step {step_id} failed: {_cause(error)}")
             failed.step_id = step_id
             raise failed from error
+
+
+def _cause(error: Exception) -> str:
+    """The error's kind; what to do where memory ran out. Its text may hold what nobody may see."""
+    if not is_out_of_memory(error):
+        return type(error).__name__
+    return (
+        f"out of memory ({type(error).__name__}); a worker with less --kv-cache-memory-bytes, "
+        "--max-num-batched-tokens or --max-num-seqs needs less"
+    )
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:

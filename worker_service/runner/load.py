@@ -81,12 +81,13 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that can run steps, what it can do, and its KV pool."""
+    """A model that can run steps, what it can do, its KV pool, and the plan of its memory."""
 
     capability: Capability
     executor: Executor
     cache: KVCache
     device: torch.device
+    memory: MemoryPlan
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
@@ -95,9 +96,10 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     Raises LoadError, whose message says what to do, when the options cannot be met.
     """
     loaded = load_model(options)
-    runner = ModelRunner(loaded.capability, loaded.executor, loaded.cache, loaded.device)
-    options.progress("warming up")
-    runner.warm_up()
+    with loaded.memory.explained():
+        runner = ModelRunner(loaded.capability, loaded.executor, loaded.cache, loaded.device)
+        options.progress("warming up")
+        runner.warm_up()
     return runner
 
 
@@ -110,7 +112,8 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
         _log_memory(plan)
-        cache = plan.make_cache()  # before the digest, which reads all weights
+        with plan.memory.explained():
+            cache = plan.make_cache()  # before the digest, which reads all weights
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, spec, config.data_type, device)
         options.progress("checking the weights' digest")
@@ -118,7 +121,8 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         digest = _arithmetic_digest(
             checkpoint.digest(), options.quantization, data_type, config.kv_data_type
         )
-        executor = chosen.load(config, loader, cache)
+        with plan.memory.explained():
+            executor = chosen.load(config, loader, cache)
         loader.finish()
     return LoadedModel(
         capability=Capability(
@@ -135,6 +139,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         executor=executor,
         cache=cache,
         device=device,
+        memory=plan.memory,
     )
 
 

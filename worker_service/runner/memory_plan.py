@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from worker_service.domain.capability import Limits
 from worker_service.host_memory import host_memory
 from worker_service.load_errors import KVPoolTooLarge, LoadError, OutOfMemory
+from worker_service.memory_errors import is_out_of_memory, one_line
 
 # A row's entries that do not grow with its length: see RequestState and SamplingState.
 _ROW_BYTES = 66
@@ -91,6 +93,23 @@ class MemoryPlan:
                 f"the {in_units(self.device.free_bytes)} that are free on {self.device.name}: "
                 f"{_less_by(pool)}, or by {steps}"
             )
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Raises OutOfMemory for an error that says that memory has run out: with the plan and the
+        flags that help."""
+        try:
+            yield
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            flags = ("--kv-cache-memory-bytes", "--max-num-seqs", "--max-num-batched-tokens")
+            smaller = "".join(f", or give {each}" for each in self.smaller_formats)
+            raise OutOfMemory(
+                f"{self.device.name} ran out of memory ({one_line(error)}); the plan was "
+                f"{self.describe()}: give less by {', '.join(flags)}{smaller}, or stop what else "
+                "uses the memory"
+            ) from error
 
 
 def require_weights(
