@@ -6,6 +6,7 @@ LoadError
 ├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
 ├── KVPoolTooLarge         the machine does not give that much memory
 ├── OutOfMemory            the machine or device has, or gives, too little for the rest
+├── DeviceFailed           the device is there, and fails
 └── ExecutorUnavailable    no executor, or not the one asked for, can run the model here
 """
 
@@ -44,6 +45,10 @@ class KVPoolTooLarge(LoadError):
 
 class OutOfMemory(LoadError):
     """Weights, rows or a step's buffers do not fit in the memory of the machine or device."""
+
+
+class DeviceFailed(LoadError):
+    """The device can't be used, or is gone."""
 
 
 class ExecutorUnavailable(LoadError):

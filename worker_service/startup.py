@@ -17,9 +17,9 @@ from twinplane.extras import Extra, how_to_get
 from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
+from worker_service.device_errors import one_line
 from worker_service.domain.capability import DataType, Limits
 from worker_service.load_errors import LoadError
-from worker_service.memory_errors import one_line
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
 from worker_service.runner.interface import Runner

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from worker_service.device_errors import is_device_lost, is_out_of_memory, one_line
 from worker_service.domain.capability import Limits
 from worker_service.host_memory import host_memory
-from worker_service.load_errors import KVPoolTooLarge, LoadError, OutOfMemory
-from worker_service.memory_errors import is_out_of_memory, one_line
+from worker_service.load_errors import DeviceFailed, KVPoolTooLarge, LoadError, OutOfMemory
 
 # A row's entries that do not grow with its length: see RequestState and SamplingState.
 _ROW_BYTES = 66
@@ -97,10 +97,15 @@ class MemoryPlan:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Raises OutOfMemory for an error that says that memory has run out: with the plan and the
-        flags that help."""
+        flags that help. Raises DeviceFailed for one that says that the device is gone."""
         try:
             yield
         except Exception as error:
+            if is_device_lost(error):
+                raise DeviceFailed(
+                    f"{self.device.name} failed ({one_line(error)}): see whether nvidia-smi shows "
+                    "it, or start with --device cpu"
+                ) from error
             if not is_out_of_memory(error):
                 raise
             flags = ("--kv-cache-memory-bytes", "--max-num-seqs", "--max-num-batched-tokens")

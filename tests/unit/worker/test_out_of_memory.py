@@ -20,10 +20,10 @@ from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from tests.support.whole_stack import serving
 from twinplane.settings.worker import WorkerConfig
 from worker_service import startup
+from worker_service.device_errors import is_out_of_memory, one_line
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
-from worker_service.load_errors import OutOfMemory
-from worker_service.memory_errors import is_out_of_memory, one_line
+from worker_service.load_errors import DeviceFailed, OutOfMemory
 from worker_service.model.loader import WeightLoader
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.load import load_runner
@@ -105,6 +105,18 @@ def test_a_load_says_the_plan_and_the_flags(
     for flag in ("--kv-cache-memory-bytes", "--max-num-seqs", "--max-num-batched-tokens"):
         assert flag in message
     assert "--dtype bfloat16" in message
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_device_that_fails_at_a_load_is_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch.AcceleratorError("CUDA error: no kernel image is available\nCompile with …")
+
+    monkeypatch.setattr(*PLACES[place], fail)
+    with pytest.raises(DeviceFailed, match=r"failed \(CUDA error: no kernel image .* --device cpu"):
+        build(folder)
 
 
 def test_what_is_no_lack_of_memory_stays_what_it_is(
