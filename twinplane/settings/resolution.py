@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get
 from twinplane.paths import NoHomeFolder, expand, expand_address
 from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import hint, nearest, parse
+from twinplane.settings.ranges import NumberRange
 from twinplane.settings.service_links import is_service_link
 
 if TYPE_CHECKING:
@@ -48,12 +49,14 @@ def option(
     group: str,
     choices: tuple[str, ...] = (),
     path: bool = False,
+    range: NumberRange | None = None,  # noqa: A002
 ) -> Any:
     """A setting: its default, one line of help, the group it is listed under, allowed values.
 
-    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder.
+    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder. Every number has a
+    `range`; the settings' class asks `require_ranges`.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "path": path}
+    metadata = {"help": help, "group": group, "choices": choices, "path": path, "range": range}
     return field(default=default, metadata=metadata)
 
 

@@ -97,10 +97,12 @@ def test_a_model_that_a_worker_would_refuse_is_told(tmp_path: Path) -> None:
     options = [f"--model={good}", "--executor=torch", "--kv-cache-memory-bytes=1MiB"]
     found = {finding.subject: finding for finding in check_worker(options)}
     assert found["worker"].state is State.OK
-    assert found["worker"].detail == (
+    start, memory = found["worker"].detail.rsplit("; ", 1)
+    assert start == (
         "would start: LlamaForCausalLM, 2 layers, float32, by torch with torch attention on cpu; "
         "8,176 KV tokens, sequences of up to 64 tokens"
     )
+    assert memory.startswith("weights 21.8 kB + KV 1.05 MB + workspace ")
     (good / "config.json").write_text(json.dumps({**TINY_CONFIG, "num_hidden_layers": 1}))
     found = {finding.subject: finding for finding in check_worker(options)}
     assert found["worker"].state is State.FAIL
