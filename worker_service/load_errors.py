@@ -5,6 +5,8 @@ LoadError
 ├── ModelUnsupported       the folder is sound, but asks for something this worker cannot do
 ├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
 ├── KVPoolTooLarge         the machine does not give that much memory
+├── OutOfMemory            the machine or device has, or gives, too little for the rest
+├── DeviceFailed           the device is there, and fails
 └── ExecutorUnavailable    no executor, or not the one asked for, can run the model here
 """
 
@@ -39,6 +41,14 @@ class MemoryBudgetTooSmall(LoadError):
 
 class KVPoolTooLarge(LoadError):
     """The host refuses the KV pool's memory."""
+
+
+class OutOfMemory(LoadError):
+    """Weights, rows or a step's buffers do not fit in the memory of the machine or device."""
+
+
+class DeviceFailed(LoadError):
+    """The device can't be used, or is gone."""
 
 
 class ExecutorUnavailable(LoadError):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from twinplane.process.logs import fields
+from worker_service.device_errors import is_device_lost, is_out_of_memory, one_line
 from worker_service.domain.errors import (
     PlanInvalid,
     RowNotHeld,
@@ -99,7 +100,7 @@ class StepLog:
         self._next_step_id = 1
         self._last_collected = 0.0
         self._failed = False
-        self._broken = False
+        self._broken_by = ""
 
     @property
     def failed(self) -> bool:
@@ -107,9 +108,9 @@ class StepLog:
         return self._failed
 
     @property
-    def broken(self) -> bool:
-        """Whether even the runner's reset failed. Safe from any thread."""
-        return self._broken
+    def broken_by(self) -> str:
+        """Why no step can ever run again; empty while one can. Safe from any thread."""
+        return self._broken_by
 
     def begin(self, epoch: int) -> None:
         """Clears the persistent batch for a new epoch. Raises RunnerFailed when that fails."""
@@ -120,7 +121,8 @@ class StepLog:
         try:
             self.runner.reset()
         except Exception as error:  # as in _guard; without a reset the worker can't go on
-            self._failed = self._broken = True
+            self._failed = True
+            self._broken_by = "what it had computed could not be cleared after a failure"
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
@@ -194,7 +196,7 @@ class StepLog:
             raise StaleEpoch(f"epoch {epoch} does not hold the claim, {self._epoch} does")
 
     def _require_runner(self) -> None:
-        if self._failed:
+        if self._failed or self._broken_by:
             raise RunnerFailed("an earlier step of this epoch failed; attach again")
 
     def _require_weights(self, plan: StepPlan) -> None:
@@ -220,10 +222,23 @@ class StepLog:
             raise
         except Exception as error:  # any error of a model ends the epoch, not the process
             self._failed = True
+            if is_device_lost(error):  # only another process can use it again
+                self._broken_by = f"the device failed: {one_line(error)}"
             _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
-            failed = RunnerFailed(f"step {step_id} failed: {type(error).__name__}")
+            failed = RunnerFailed(f"step {step_id} failed: {_cause(error)}")
             failed.step_id = step_id
             raise failed from error
+
+
+def _cause(error: Exception) -> str:
+    """The error's kind, and what to do where memory ran out. Its text may hold what nobody may
+    see."""
+    if not is_out_of_memory(error):
+        return type(error).__name__
+    return (
+        f"out of memory ({type(error).__name__}); a worker with less --kv-cache-memory-bytes, "
+        "--max-num-batched-tokens or --max-num-seqs needs less"
+    )
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:

@@ -100,7 +100,7 @@ def capacity_of(config: SchedulerConfig) -> Capacity:
 
 
 def log_attached(
-    replica: int, info: WorkerInfo, config: SchedulerConfig, sequence_count: int, *, kv_kept: bool
+    replica: int, info: WorkerInfo, capacity: Capacity, sequence_count: int, *, kv_kept: bool
 ) -> None:
     """Says that a worker was claimed, and what it can hold. `sequence_count`: who goes on there."""
     _logger.info(
@@ -115,7 +115,7 @@ def log_attached(
             weight_version=info.weight_version.digest[:12],
             sequence_count=sequence_count,
             kv_kept=kv_kept,
-            **asdict(capacity_of(config)),
+            **asdict(capacity),
         ),
     )
 

@@ -34,8 +34,10 @@ from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_e
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import (
+    Capacity,
     ClampLog,
     SchedulingSettings,
+    capacity_of,
     clamps,
     log_attached,
     scheduler_config,
@@ -162,8 +164,10 @@ class Replica:
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
         self._traits: Traits | None = None
-        self._attachment: Attachment | None = None
+        self.attachment: Attachment | None = None
         """The last one: that of now, or the one that was lost."""
+        self.capacity: Capacity | None = None
+        """What that one can hold."""
         self._only_disconnected = False
         """Nothing but the connection ended the last claim."""
         self._is_leaving = False
@@ -204,11 +208,6 @@ class Replica:
             return None
         return Member(self.number, self._core, self._traits, self.state)
 
-    @property
-    def worker_info(self) -> WorkerInfo | None:
-        """Its worker's, or that of the last one."""
-        return None if self._attachment is None else self._attachment.info
-
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
         if self._core is None:
@@ -220,14 +219,11 @@ class Replica:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
         if self._core is None or self._model is None or not self._can_queue():
             raise EngineLost("no worker is attached")
-        assert self._attachment is not None
+        assert self.attachment is not None
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if (
-            request.output is OutputKind.HOLD
-            and HELD_SAMPLING not in self._attachment.info.features
-        ):
+        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self.attachment.info.features:
             raise EngineLost("the worker can't hold a row until its mask is known")
         self._core.add(sequence_id, request, scanner)
         self._pipeline.wake()
@@ -279,6 +275,7 @@ class Replica:
         attachment = await self._in_patience(self._worker.attach())
         resumed = self._core is not None
         kv_kept = self._adopt(attachment)
+        assert self.capacity is not None
         self._claim.attached(self._clock())
         info = attachment.info
         self._metrics.worker_attached(
@@ -288,8 +285,8 @@ class Replica:
             resumed=resumed,
             kv_kept=kv_kept,
         )
-        config = self._scheduler().ledger.config
-        log_attached(self.number, info, config, _sequence_count(self.stats()), kv_kept=kv_kept)
+        count = _sequence_count(self.stats())
+        log_attached(self.number, info, self.capacity, count, kv_kept=kv_kept)
         self._listener.changed(self)
 
     def _adopt(self, attachment: Attachment) -> bool:
@@ -302,8 +299,8 @@ class Replica:
         if (objection := self._listener.objection(self, info)) is not None:
             raise WorkerUnusable(objection)
         self._clamps.tell(clamps(self._settings.scheduling, config))
-        before, last = self._traits, self._attachment
-        self._attachment = attachment
+        before, last = self._traits, self.attachment
+        self.attachment, self.capacity = attachment, capacity_of(config)
         self._traits = traits_of(config, info)
         self._model = ServedModel(
             name=info.model_name,

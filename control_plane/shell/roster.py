@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from typing import Any
 
@@ -42,8 +42,9 @@ class Roster:
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """Why a worker can't serve beside those that are attached; None: it can."""
         for other in self.replicas:
-            if other is replica or not other.attached or (known := other.worker_info) is None:
+            if other is replica or not other.attached or other.attachment is None:
                 continue
+            known = other.attachment.info
             if known.incarnation_id == info.incarnation_id:
                 return f"worker {info.worker_id!r} is here already, as replica {other.number}"
             if known.weight_version.digest != info.weight_version.digest:
@@ -79,10 +80,3 @@ class Roster:
             for task in (*tasks, joined):
                 task.cancel()
             await asyncio.wait((*tasks, joined))
-
-
-def away_seconds(replicas: Sequence[Replica]) -> float:
-    """For how long every worker that came has been away; 0 where one is here, or none ever came."""
-    if any(replica.attached for replica in replicas):
-        return 0.0
-    return min((lost for replica in replicas if (lost := replica.lost_seconds)), default=0.0)

@@ -21,7 +21,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import hint, nearest, parse
+from twinplane.settings.ranges import NumberRange
 from twinplane.settings.service_links import is_service_link
 
 if TYPE_CHECKING:
@@ -47,12 +49,14 @@ def option(
     group: str,
     choices: tuple[str, ...] = (),
     path: bool = False,
+    range: NumberRange | None = None,  # noqa: A002
 ) -> Any:
     """A setting: its default, one line of help, the group it is listed under, allowed values.
 
-    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder.
+    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder. Every number has a
+    `range`; the settings' class asks `require_ranges`.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "path": path}
+    metadata = {"help": help, "group": group, "choices": choices, "path": path, "range": range}
     return field(default=default, metadata=metadata)
 
 
@@ -161,14 +165,13 @@ def from_command_line(
     *,
     prog: str,
     description: str,
+    examples: Sequence[str] = (),
     table: str,
     known: Mapping[str, Collection[str]],
 ) -> Settings:
     """Parses and resolves the settings of a process that has one settings class. On a mistake it
     prints one line and exits with code 2, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog, description, examples=examples, has_settings=True)
     add_arguments(parser, cls)
     others = {
         name: f"is a setting of `twinplane {plane}`"

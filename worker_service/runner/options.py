@@ -22,12 +22,12 @@ class RunnerOptions:
     """Resolved settings of one worker's runner.
 
     `device` is "cpu" or "cuda". `data_type` None takes float32 on the CPU and the model's own
-    format elsewhere. `kv_cache_bytes` bounds the KV pool. `max_sequence_token_count` None takes the
-    model's own length, or what the pool holds if that is less. `executor` and `attention_backend`
-    None take the first that can run. `thread_count` is for computing on the CPU. `random_seed` is
-    reported, never used for sampling. `kv_data_type` None takes that of `data_type`. It and
-    `quantization` are refused where they cannot be honoured. `progress` gets short lines that tell
-    people what is being done.
+    format elsewhere. `kv_cache_bytes` bounds the KV pool; None takes the device's default.
+    `max_sequence_token_count` None takes the model's own length, or what the pool holds if that is
+    less. `executor` and `attention_backend` None take the first that can run. `thread_count` is for
+    computing on the CPU. `random_seed` is reported, never used for sampling. `kv_data_type` None
+    takes that of `data_type`. It and `quantization` are refused where they cannot be honoured.
+    `progress` gets short lines that tell people what is being done.
     """
 
     model_folder: Path
@@ -35,7 +35,7 @@ class RunnerOptions:
     device: str
     data_type: DataType | None
     block_size: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None
     max_sequence_count: int
     max_step_token_count: int
     max_sequence_token_count: int | None

@@ -15,8 +15,8 @@ from control_plane.core.request import RequestId
 from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
-from control_plane.shell.roster import away_seconds
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.workers import away_seconds
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -126,12 +126,12 @@ def test_patience_ends_only_without_any_worker() -> None:
             await asyncio.sleep(5.0)
             model = rig.fleet.served_model()
             assert model is not None, "one still serves"
-            assert away_seconds(rig.fleet.replicas) == 0.0
+            assert away_seconds(rig.serving()) == 0.0
             await rig.settled(rig.submit(request("after", PROMPT, 3)))
             lose(kept)
             await asyncio.sleep(6.0)
             assert rig.fleet.served_model() is None
-            assert 5.0 <= away_seconds(rig.fleet.replicas) <= 6.0, "since the last was lost"
+            assert 5.0 <= away_seconds(rig.serving()) <= 6.0, "since the last was lost"
             with pytest.raises(EngineLost):
                 rig.submit(request("none", PROMPT, 3))
             assert rig.readiness == [True, False]
