@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import grpc
 
-from twinplane.client.endpoint import Endpoint
+from twinplane.client.endpoint import Endpoint, has_broken
 from twinplane.client.retry import Attempts
-from twinplane.common.v1.errors_pb2 import ERROR_REASON_METHOD_NOT_FOUND
+from twinplane.common.v1.errors_pb2 import (
+    ERROR_REASON_CANNOT_RESUME,
+    ERROR_REASON_METHOD_NOT_FOUND,
+)
 from twinplane.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -38,6 +41,7 @@ _ERRORS: dict[grpc.StatusCode, type[TwinplaneError]] = {
 SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _WORKER_SERVICE = "twinplane.worker.v1.ModelRunnerService"
 _TOO_LARGE = "message larger than max"
+_CANNOT_RESUME = reason_name(ERROR_REASON_CANNOT_RESUME)
 _NO_METHOD = reason_name(ERROR_REASON_METHOD_NOT_FOUND)
 
 
@@ -56,7 +60,11 @@ class Failures:
         `timeout` is the call's, in seconds; `cancelled` says that its caller cancelled it.
         """
         status = read(failure)
-        kind = InvalidRequest if _is_too_large(status) else _ERRORS.get(status.code, InternalError)
+        kind = _ERRORS.get(status.code, InternalError)
+        if _is_too_large(status):
+            kind = InvalidRequest
+        elif status.reason == _CANNOT_RESUME:
+            kind = Unavailable  # nothing is wrong with what the caller has asked for
         return kind(
             self._message(status, timeout, cancelled=cancelled),
             reason=status.reason,
@@ -65,14 +73,24 @@ class Failures:
             violations=status.violations,
         )
 
-    def wait_or_raise(self, attempts: Attempts, failure: grpc.RpcError) -> float:
+    def wait_or_raise(
+        self, attempts: Attempts, failure: grpc.RpcError, *, resumes: bool = False
+    ) -> float:
         """Returns the seconds to wait before the next attempt. Raises the error when there is
-        none."""
+        none. `resumes`: a call that broke after a server had taken it up gets the patience of one.
+        """
+        was_taken_up = resumes and (attempts.is_resuming or self._broke(failure))
         error = self.error_of(failure, attempts.timeout)
-        wait = attempts.wait_after(error)
+        wait = attempts.wait_to_resume(error) if was_taken_up else attempts.wait_after(error)
         if wait is None:
             raise error from failure
         return wait
+
+    def _broke(self, failure: grpc.RpcError) -> bool:
+        """Whether the connection to a server broke while the call ran."""
+        status = read(failure)
+        is_librarys = status.code is grpc.StatusCode.UNAVAILABLE and not status.reason
+        return is_librarys and has_broken(status.message)
 
     def not_a_control_plane(self) -> WrongServer:
         """The error for a server whose health knows no service of clients."""
