@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, assert_never
 
 import grpc
@@ -56,12 +56,17 @@ from twinplane.grpc.interceptors import REQUEST_ID, deadline_passed, leave_door,
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
 
+async def _at_once() -> None:
+    """There is nothing to wait for."""
+
+
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The clients' RPCs. It needs StatusInterceptor in front of it.
 
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
-    an id for a request without one. `workers` returns the engine's, as they are now.
-    `default_sampling` holds for what a request leaves unset.
+    an id for a request without one. `workers` returns the engine's, as they are now. `settled`
+    returns once the first claim of a worker has come to something, or has taken too long to wait
+    for. `default_sampling` holds for what a request leaves unset.
     """
 
     def __init__(
@@ -73,6 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         new_seed: Callable[[], int],
         new_request_id: Callable[[], str],
         workers: Callable[[], Sequence[ServingWorker]] = tuple,
+        settled: Callable[[], Awaitable[None]] = _at_once,
         default_sampling: SamplingParams = CONTRACT_DEFAULTS,
     ) -> None:
         self._engine = engine
@@ -81,6 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._new_seed = new_seed
         self._new_request_id = new_request_id
         self._workers = workers
+        self._settled = settled
         self._default_sampling = default_sampling
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
@@ -143,7 +150,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         told = begin_generation()
-        model = self._model(request.model)
+        model = await self._model(request.model)
         told.model = model.name
         call = check_generate(request, model, self._default_sampling)
         del request
@@ -180,7 +187,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
         ],
     ) -> inference_pb2.TokenizeResponse:
-        model = self._model(request.model)
+        model = await self._model(request.model)
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
         check_tokens(call.prompt, token_ids, model)
@@ -195,7 +202,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
         ],
     ) -> inference_pb2.DetokenizeResponse:
-        model = self._model(request.model)
+        model = await self._model(request.model)
         token_ids = check_detokenize(request, model)
         text = await self._text.decode(
             token_ids, skip_special_tokens=not request.keep_special_tokens
@@ -229,7 +236,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except TextTooLong as error:
             raise InvalidRequest([Violation(prompt.field, str(error))]) from error
 
-    def _model(self, name: str) -> ServedModel:
+    async def _model(self, name: str) -> ServedModel:
+        if self._engine.served_model() is None:
+            await self._settled()
         served = self._engine.served_model()
         return check_model(name, served, 0.0 if served else away_seconds(self._workers()))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from twinplane.errors import Overloaded, TwinplaneError, Unavailable
 
-_LONGEST_PAUSE = 0.5
+_LONGEST_PAUSE = 0.25
 """Seconds between attempts to resume, where the server asks for no more."""
 _MAX_DOUBLINGS = 16
 
