@@ -6,10 +6,7 @@ import grpc
 
 from twinplane.client.endpoint import Endpoint, has_broken
 from twinplane.client.retry import Attempts
-from twinplane.common.v1.errors_pb2 import (
-    ERROR_REASON_CANNOT_RESUME,
-    ERROR_REASON_METHOD_NOT_FOUND,
-)
+from twinplane.common.v1.errors_pb2 import ERROR_REASON_METHOD_NOT_FOUND
 from twinplane.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -41,7 +38,6 @@ _ERRORS: dict[grpc.StatusCode, type[TwinplaneError]] = {
 SERVICE: str = inference_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name
 _WORKER_SERVICE = "twinplane.worker.v1.ModelRunnerService"
 _TOO_LARGE = "message larger than max"
-_CANNOT_RESUME = reason_name(ERROR_REASON_CANNOT_RESUME)
 _NO_METHOD = reason_name(ERROR_REASON_METHOD_NOT_FOUND)
 
 
@@ -60,11 +56,7 @@ class Failures:
         `timeout` is the call's, in seconds; `cancelled` says that its caller cancelled it.
         """
         status = read(failure)
-        kind = _ERRORS.get(status.code, InternalError)
-        if _is_too_large(status):
-            kind = InvalidRequest
-        elif status.reason == _CANNOT_RESUME:
-            kind = Unavailable  # nothing is wrong with what the caller has asked for
+        kind = InvalidRequest if _is_too_large(status) else _ERRORS.get(status.code, InternalError)
         return kind(
             self._message(status, timeout, cancelled=cancelled),
             reason=status.reason,

@@ -15,7 +15,7 @@ from twinplane.client.failures import Failures
 from twinplane.client.responses import GenerationFold
 from twinplane.client.retry import Attempts
 from twinplane.client.values import Delta
-from twinplane.errors import TwinplaneError
+from twinplane.errors import InvalidRequest, ModelNotFound, TwinplaneError, WrongServer
 from twinplane.inference.v1 import inference_pb2 as pb
 
 
@@ -48,6 +48,8 @@ class BaseGeneration(Generic[_Stream]):
         self._open_stream = open_stream
         self._attempts = attempts
         self._resumes = resumes
+        self._broken_by: TwinplaneError | None = None
+        """What broke the last stream; None once another one goes on."""
         self._cancelled = False
         self._stream = open_stream(request, attempts.remaining())
 
@@ -80,6 +82,7 @@ class BaseGeneration(Generic[_Stream]):
         """Takes in the next message; returns its delta if it carries one."""
         if self._attempts.is_resuming:
             self._attempts.went_on()
+            self._broken_by = None
         return self._fold.apply(message)
 
     def _wait_or_raise(self, failure: grpc.RpcError) -> float | None:
@@ -95,8 +98,25 @@ class BaseGeneration(Generic[_Stream]):
         if self._resumes and fold.can_resume and not self._cancelled:
             wait = attempts.wait_to_resume(error)
             if wait is not None:
+                self._broken_by = self._broken_by or error
                 return wait
+            error = self._seen_by_caller(error)
         raise fold.broken(error) from failure
+
+    def _seen_by_caller(self, error: TwinplaneError) -> TwinplaneError:
+        """What is raised for an error that ends the attempts to resume.
+
+        Where the request to resume was refused, the caller's own is not to blame: it broke.
+        """
+        broken_by = self._broken_by
+        if broken_by is None or not isinstance(error, InvalidRequest | ModelNotFound | WrongServer):
+            return error
+        return type(broken_by)(
+            f"{broken_by}; it can't be resumed: {error}",
+            reason=broken_by.reason,
+            metadata=broken_by.metadata,
+            retry_after=broken_by.retry_after,
+        )
 
     def _reopen(self) -> None:
         """Starts the next attempt."""

@@ -118,8 +118,6 @@ class Attempts:
 
 def _is_safe(error: TwinplaneError) -> bool:
     match error:
-        case Unavailable(reason="CANNOT_RESUME"):
-            return False
         case Unavailable():
             return True
         case Overloaded():

@@ -27,7 +27,8 @@ from twinplane import FinishReason, GenerationResult, RetryPolicy
 from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2 as pb
 
-UNAVAILABLE = Fail(grpc.StatusCode.UNAVAILABLE, "gone", (retry_info(0.2),))
+NO_WORKER = error_details_pb2.ErrorInfo(reason="NO_WORKER", domain="twinplane")
+UNAVAILABLE = Fail(grpc.StatusCode.UNAVAILABLE, "gone", (NO_WORKER, retry_info(0.2)))
 BROKEN = Fail(grpc.StatusCode.UNAVAILABLE, "Socket closed")
 SAMPLING = types_pb2.SamplingParameters(temperature=0.5, top_k=20, top_p=0.75, min_p=0, seed=7)
 
@@ -150,7 +151,9 @@ def test_an_older_server_is_not_asked_to(call: Call, service: ScriptedInference)
     ("refusal", "error"),
     [
         (cannot_resume(), twinplane.Unavailable),
-        (Fail(grpc.StatusCode.INVALID_ARGUMENT, "no"), twinplane.InvalidRequest),
+        (Fail(grpc.StatusCode.INVALID_ARGUMENT, "no"), twinplane.Unavailable),
+        (Fail(grpc.StatusCode.NOT_FOUND, "no"), twinplane.Unavailable),
+        (Fail(grpc.StatusCode.UNIMPLEMENTED, "no"), twinplane.Unavailable),
         (Fail(grpc.StatusCode.INTERNAL, "no"), twinplane.InternalError),
         (Fail(grpc.StatusCode.RESOURCE_EXHAUSTED, "no"), twinplane.Overloaded),
     ],
@@ -161,6 +164,9 @@ def test_what_waiting_does_not_mend_ends_it(
     service.scripts += [[begun(), delta("a", 1), UNAVAILABLE], [refusal]]
     with pytest.raises(error, match=refusal.message) as caught:
         call("generate", "x")
+    if error is twinplane.Unavailable:  # what broke it, not what its caller has asked for
+        assert str(caught.value).startswith("gone; it can't be resumed: ")
+        assert (caught.value.reason, caught.value.retry_after) == ("NO_WORKER", 0.2)
     assert caught.value.partial is not None and caught.value.partial.text == "a"
     assert len(service.requests) == 2
 
