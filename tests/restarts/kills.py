@@ -28,10 +28,13 @@ DEADLINE_SECONDS = 180.0
 
 @dataclass(frozen=True)
 class Ask:
-    """A request: `prompt` is a text, tokens or one user's words."""
+    """A request: `prompt` is a text, tokens or one user's words. It is streamed, or answered at
+    once.
+    """
 
     prompt: str | list[int] | list[Message]
     options: GenerateOptions
+    streams: bool
 
 
 @dataclass
@@ -97,7 +100,7 @@ def make_ask(draw: random.Random, vocabulary_size: int) -> Ask:
         options["stop_token_ids"] = [draw.randrange(vocabulary_size)]
     if draw.random() < 0.5:
         options["seed"] = draw.getrandbits(64)
-    return Ask(prompt, options)
+    return Ask(prompt, options, draw.random() < 0.9)
 
 
 class Killed:
@@ -160,6 +163,10 @@ async def see(client: AsyncClient, ask: Ask) -> Seen:
     seen = Seen(ask)
     last = time.monotonic()
     try:
+        if not ask.streams:
+            seen.result = await client.complete(ask.prompt, timeout=DEADLINE_SECONDS, **ask.options)
+            seen.text, seen.token_ids = seen.result.text, list(seen.result.token_ids)
+            return seen
         generation = client.generate(ask.prompt, timeout=DEADLINE_SECONDS, **ask.options)
         async for delta in generation:
             now = time.monotonic()

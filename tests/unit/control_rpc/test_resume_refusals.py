@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import grpc
 import pytest
+from google.protobuf import json_format
 
 from control_plane.core.events import FinishReason
 from control_plane.core.request import Origin, Resumed
@@ -11,6 +14,7 @@ from control_plane.core.tokens import Tokens
 from control_plane.rpc.resumption import prompt_digest
 from control_plane.shell.engine import CannotResume
 from tests.support.edge_rig import Edge, generate_request, ids, refusal_of
+from tests.support.planes import ROOT
 from twinplane.common.v1.types_pb2 import SamplingParameters
 from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.inference.v1.inference_pb2 import GenerationOrigin, Resumption, StopConditions
@@ -184,3 +188,16 @@ async def test_where_tokens_come_from_is_told_once_and_when_it_changes(edge: Edg
         assert not told.HasField("origin") or len(told.origin.prompt_digest) == 16
     assert origins == [("one", False), None, ("two", True), None, ("one", True)]
     call.cancel()
+
+
+async def test_the_example_of_the_contracts_page(edge: Edge) -> None:
+    page = (ROOT / "docs" / "contract.md").read_text().partition("## Resuming")[2]
+    [example] = re.findall(r"^```json\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+    request = json_format.Parse(example, pb.GenerateRequest())
+    call = edge.stub.Generate(request)
+    await edge.engine.stream()
+    [asked] = edge.engine.requests
+    assert asked.resumed is not None and list(asked.resumed.token_ids) == [65, 66, 67]
+    assert (asked.seed, asked.stop.max_tokens, asked.request_id) == (42, 16, "gen-1")
+    edge.engine.push([A], edge.engine.end(FinishReason.LENGTH, 4))
+    assert "".join([message.delta.text async for message in call]) == "a"
