@@ -140,6 +140,20 @@ def test_the_client_of_a_request_that_still_runs_takes_its_place() -> None:
     run_virtual(main)
 
 
+def test_of_several_that_could_the_one_that_made_the_tokens_goes_on() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, [machine("one"), machine("two")], CONTINUE) as rig:
+            await rig.attached()
+            for number, arithmetic in enumerate(("one", "two") * 5):
+                origin = Origin(DIGEST, arithmetic)
+                answer = rig.submit(resumed(f"r{number}", RIGHT[:number], origin))
+                await rig.settled(answer)
+                assert answer.finish is not None and not answer.finish.arithmetic_changed
+                assert answer.tokens == RIGHT[number:]
+
+    run_virtual(main)
+
+
 def test_another_replica_may_have_what_the_first_lacks() -> None:
     async def main(loop: VirtualLoop) -> None:
         workers = [machine("one"), machine("two")]
