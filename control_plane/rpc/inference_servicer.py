@@ -168,6 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         assembler = self._text.assembler(call.stop.strings, token_ids, ends)
         resume, end = call.resume, None
         if resume is not None:
+            told.resumed_token_count = len(resume.token_ids)
             resume.check_prompt(digest)
             end = await take_up(resume, core_request, model, self._text, assembler)
         stream = TokenStream(assembler, self._turns, resume.origin if resume else None)

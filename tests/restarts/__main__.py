@@ -1,5 +1,7 @@
 """The control plane killed and restarted, under clients that resume: nothing may be lost.
 
+Two of three are killed, the third is told to stop, with less time than its streams need.
+
     python -m tests.restarts [--kills 50] [--clients 16] [--seed N] [--model NAME]
 
 Without --model a simulated worker answers. Prints what was lost, doubled or changed, how long a
@@ -47,11 +49,16 @@ def tell(report: Report) -> None:
     """Prints the figures."""
     tokens = sum(len(one.token_ids) for one in report.seen)
     pauses = sorted(max(one.pauses, default=0.0) for one in report.seen)
-    print(f"{len(report.seen)} generations of {tokens} tokens, {report.resumed} met a kill")
+    print(
+        f"{len(report.seen)} generations of {tokens} tokens, {len(report.brought)} of them ended "
+        f"behind {sum(report.brought)} tokens that they brought"
+    )
     print(
         f"a restart: median {statistics.median(report.recoveries):.2f} s, "
-        f"longest {max(report.recoveries):.2f} s; the longest pause of a stream {pauses[-1]:.2f} s"
+        f"longest {max(report.recoveries):.2f} s; of it, from listening to the worker's claim: "
+        f"median {statistics.median(report.claims):.3f} s, longest {report.claims[-1]:.3f} s"
     )
+    print(f"the longest pause of a stream: {pauses[-1]:.2f} s")
     for difference in report.differences[:10]:
         print(difference)
     print(f"{len(report.differences)} generations differ from undisturbed ones")

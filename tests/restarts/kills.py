@@ -1,4 +1,4 @@
-"""Kills the control plane, again and again, under clients that resume.
+"""Kills the control plane, or tells it to stop, again and again, under clients that resume.
 
 Every generation is compared afterwards with the same request and seed on planes that nobody kills:
 text, tokens, end and usage have to be equal, and what the iterator gave has to be the result.
@@ -7,14 +7,18 @@ text, tokens, end and usage have to be equal, and what the iterator gave has to 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from tests.support.planes import Plane, free_port
 from twinplane import AsyncClient, GenerationResult, Message, RetryPolicy, TwinplaneError
@@ -65,16 +69,18 @@ class Seen:
 
 @dataclass
 class Report:
-    """What came of a run. `recoveries`: seconds from a kill until the next one serves."""
+    """What came of a run.
+
+    `recoveries`: seconds from a kill until the next control plane serves. `claims`: seconds from
+    when one listened until it had its worker, in ascending order. `brought`: of each request that
+    was resumed and ended well, the tokens that it came with.
+    """
 
     seen: list[Seen]
     differences: list[str]
     recoveries: list[float]
-
-    @property
-    def resumed(self) -> int:
-        """Generations that met a kill, as their pauses tell."""
-        return sum(max(one.pauses, default=0.0) > 0.5 for one in self.seen)
+    claims: list[float]
+    brought: list[int]
 
 
 def make_ask(draw: random.Random, vocabulary_size: int) -> Ask:
@@ -112,7 +118,7 @@ class Killed:
         self._folder = folder
         self._uds = sockets / "worker.sock"
         self._model = model
-        self._lives = 0
+        self._logs: list[Path] = []
         self.address = f"127.0.0.1:{free_port()}"
         self.worker = Plane(
             ["worker", "--model", model, "--uds", str(self._uds), *worker_flags],
@@ -121,29 +127,61 @@ class Killed:
         self.control = self._start()
 
     def _start(self) -> Plane:
-        self._lives += 1
+        self._logs.append(self._folder / f"control-{len(self._logs)}.log")
         port = self.address.rpartition(":")[2]
         return Plane(
             ["control", "--model", self._model, "--worker", f"unix:{self._uds}",
-             "--port", port, "--metrics-port", "none"],
-            self._folder / f"control-{self._lives}.log",
+             "--port", port, "--metrics-port", "none", "--drain-grace-seconds", "0.3",
+             "--log-format", "json"],
+            self._logs[-1],
         )  # fmt: skip
 
     def wait_until_serving(self) -> None:
         self.control.wait_until_serving(self.address)
 
-    def kill(self) -> float:
-        """Returns after how many seconds the next one serves."""
+    def kill(self, how: signal.Signals) -> float:
+        """Ends it. Returns after how many seconds the next one serves."""
         began = time.monotonic()
-        self.control.process.kill()
-        self.control.process.wait()
+        code = self.control.stop(how)
+        assert code == (0 if how is signal.SIGTERM else -how), self.control.log_end()
         self.control = self._start()
         self.wait_until_serving()
         return time.monotonic() - began
 
+    def brought(self) -> list[int]:
+        """The tokens of each request that was resumed and ended well."""
+        return [
+            int(line["resumed_tokens"])
+            for log in self._logs
+            for line in _lines(log)
+            if line["message"] == "request finished"
+            and line["code"] == "OK"
+            and line.get("resumed_tokens")
+        ]
+
+    def claim_seconds(self) -> list[float]:
+        """How long each life had to wait for its worker once it listened, in ascending order."""
+        found = []
+        for log in self._logs:
+            lines = {line["message"]: line for line in _lines(log)}
+            if "worker attached" in lines:
+                listening, attached = (
+                    datetime.fromisoformat(lines[message]["time"])
+                    for message in ("listening", "worker attached")
+                )
+                found.append((attached - listening).total_seconds())
+        return sorted(found)
+
     def stop(self) -> None:
         self.control.stop()
         self.worker.stop()
+
+
+def _lines(log: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log. A process that was killed may have left half of its last one."""
+    for line in log.read_text().splitlines():
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 @contextmanager
@@ -203,10 +241,12 @@ async def run(
         try:
             for _ in range(kills):
                 await asyncio.sleep(draw.uniform(*CALM_SECONDS))
-                recoveries.append(await asyncio.to_thread(made.kill))
+                how = draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
+                recoveries.append(await asyncio.to_thread(made.kill, how))
         finally:
             over.set()
-    return Report(seen, await _differences(made, seen), recoveries)
+    differences = await _differences(made, seen)
+    return Report(seen, differences, recoveries, made.claim_seconds(), made.brought())
 
 
 async def _differences(made: Killed, seen: list[Seen]) -> list[str]:
