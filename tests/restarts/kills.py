@@ -226,7 +226,7 @@ async def run(
     seen: list[Seen] = []
     recoveries: list[float] = []
     # A call that is made while nobody serves was never taken up: it is tried for as long.
-    retry = RetryPolicy(max_attempts=1000)
+    retry = RetryPolicy(max_attempts=1000, max_backoff=1.0)
 
     async def ask_on(number: int) -> None:
         draw = random.Random(f"{seed}/{number}")
