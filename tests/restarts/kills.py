@@ -160,9 +160,12 @@ class Killed:
         ]
 
     def claim_seconds(self) -> list[float]:
-        """How long each life had to wait for its worker once it listened, in ascending order."""
+        """How long each life had to wait for its worker once it listened, in ascending order.
+
+        But for the first, which was there before the worker.
+        """
         found = []
-        for log in self._logs:
+        for log in self._logs[1:]:
             lines = {line["message"]: line for line in _lines(log)}
             if "worker attached" in lines:
                 listening, attached = (
