@@ -116,14 +116,22 @@ def _up(
         else f"{_reachable(control.host)}:{port}"
     )
     name = as_text(control.served_model_name or worker.served_model_name or worker.model)
-    restarting = Restarting(Health(expand_address(f"unix:{worker_socket}")))
     children = (
         replace(
             _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
-            restarting=restarting,
+            restarting=Restarting(Health(expand_address(f"unix:{worker_socket}"))),
         ),
-        _plane(
-            "control plane", "control_plane", control, control_flags, control.drain_grace_seconds
+        replace(
+            _plane(
+                "control plane",
+                "control_plane",
+                control,
+                control_flags,
+                control.drain_grace_seconds,
+            ),
+            restarting=Restarting(
+                Health(address), promise="Twinplane's clients go on with their answers"
+            ),
         ),
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
