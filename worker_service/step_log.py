@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from twinplane.process.logs import fields
 from worker_service.domain.errors import (
+    GroupLost,
     PlanInvalid,
     RowNotHeld,
     RunnerFailed,
@@ -57,7 +58,7 @@ class LoggedStep:
         return self._result is not None or self._pending.is_ready()
 
     def result(self) -> StepResult:
-        """The step's result. Raises RunnerFailed when the device failed on it."""
+        """The step's result. Raises RunnerFailed or GroupLost when the device failed on it."""
         if self._result is None:
             self._result = self._log.collect(
                 self._pending, self._step_id, self._arrived, self._launched
@@ -178,7 +179,8 @@ class StepLog:
     def collect(
         self, pending: PendingStep, step_id: int, arrived: float, launched: float
     ) -> StepResult:
-        """Waits for a launched step; returns its result with timings. Raises RunnerFailed."""
+        """Waits for a launched step; returns its result with timings. Raises RunnerFailed or
+        GroupLost."""
         result = self._guard(pending.result, step_id)
         # A step that was launched behind another started on the device when that one was over.
         started = max(launched, self._last_collected)
@@ -216,6 +218,10 @@ class StepLog:
     def _guard(self, execute: Callable[[], T], step_id: int) -> T:
         try:
             return execute()
+        except GroupLost as lost:
+            self._failed = True  # no later step of this epoch could run either
+            lost.step_id = step_id
+            raise
         except WorkerError:
             raise
         except Exception as error:  # any error of a model ends the epoch, not the process
