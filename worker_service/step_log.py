@@ -40,14 +40,21 @@ class LoggedStep:
     """A launched step: a PendingStep whose result has timings and is kept.
 
     `arrived` is when the request reached the worker, `launched` is when the device was given the
-    step. Both are in the clock's seconds.
+    step. Both are in the clock's seconds. It may still be pending when another epoch begins.
     """
 
     def __init__(
-        self, log: StepLog, pending: PendingStep, step_id: int, arrived: float, launched: float
+        self,
+        log: StepLog,
+        pending: PendingStep,
+        epoch: int,
+        step_id: int,
+        arrived: float,
+        launched: float,
     ) -> None:
         self._log = log
         self._pending = pending
+        self._epoch = epoch
         self._step_id = step_id
         self._arrived = arrived
         self._launched = launched
@@ -61,7 +68,7 @@ class LoggedStep:
         """The step's result. Raises RunnerFailed or GroupLost when the device failed on it."""
         if self._result is None:
             self._result = self._log.collect(
-                self._pending, self._step_id, self._arrived, self._launched
+                self._pending, self._epoch, self._step_id, self._arrived, self._launched
             )
         return self._result
 
@@ -144,8 +151,8 @@ class StepLog:
         self._require_runner()
         self._require_weights(plan)
         launched = self._clock()
-        pending = self._guard(lambda: self.runner.launch(plan), plan.step_id)
-        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        pending = self._guard(lambda: self.runner.launch(plan), plan.epoch, plan.step_id)
+        logged = LoggedStep(self, pending, plan.epoch, plan.step_id, arrived, launched)
         self._steps.append(_Step(plan.step_id, plan.fingerprint, logged))
         self._next_step_id += 1
         return logged
@@ -171,17 +178,17 @@ class StepLog:
             return sampling.logged
         self._require_runner()
         launched = self._clock()
-        pending = self._guard(lambda: self.runner.launch_sample(plan), plan.step_id)
-        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        pending = self._guard(lambda: self.runner.launch_sample(plan), plan.epoch, plan.step_id)
+        logged = LoggedStep(self, pending, plan.epoch, plan.step_id, arrived, launched)
         self._samplings.append(_Sampling(plan.step_id, rows, fingerprint, logged))
         return logged
 
     def collect(
-        self, pending: PendingStep, step_id: int, arrived: float, launched: float
+        self, pending: PendingStep, epoch: int, step_id: int, arrived: float, launched: float
     ) -> StepResult:
         """Waits for a launched step; returns its result with timings. Raises RunnerFailed or
         GroupLost."""
-        result = self._guard(pending.result, step_id)
+        result = self._guard(pending.result, epoch, step_id)
         # A step that was launched behind another started on the device when that one was over.
         started = max(launched, self._last_collected)
         self._last_collected = self._clock()
@@ -215,21 +222,26 @@ class StepLog:
             raise StepResultGone(f"step {step_id} is gone; results from {oldest} on are kept")
         return self._steps[step_id - oldest]
 
-    def _guard(self, execute: Callable[[], T], step_id: int) -> T:
+    def _guard(self, execute: Callable[[], T], epoch: int, step_id: int) -> T:
         try:
             return execute()
         except GroupLost as lost:
-            self._failed = True  # no later step of this epoch could run either
+            self._fail(epoch)
             lost.step_id = step_id
             raise
         except WorkerError:
             raise
         except Exception as error:  # any error of a model ends the epoch, not the process
-            self._failed = True
-            _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
+            self._fail(epoch)
+            _logger.exception("step failed", extra=fields(epoch=epoch, step_id=step_id))
             failed = RunnerFailed(f"step {step_id} failed: {type(error).__name__}")
             failed.step_id = step_id
             raise failed from error
+
+    def _fail(self, epoch: int) -> None:
+        """No later step of the epoch can run. Where a new one has begun, that goes on."""
+        if epoch == self._epoch:
+            self._failed = True
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:
