@@ -22,11 +22,13 @@ from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.accounting import account_for
 from worker_service.model.loader import WeightLoader
 from worker_service.model.registry import describe
+from worker_service.model.share import all_shares
 from worker_service.model.spec import DecoderSpec
+from worker_service.parallel.peers import Peers
 from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import describe_device, open_device
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
-from worker_service.runner.kv_cache import KVCache, blocks_within, layer_groups
+from worker_service.runner.kv_cache import KVCache, blocks_within, bytes_per_block, layer_groups
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.selection import EXECUTORS, select_executor
@@ -49,9 +51,11 @@ class LoadPlan:
         if config.quantization is not Quantization.NONE:
             weights = f"{config.quantization.value} weights"
         tokens = (self.block_count - 1) * config.block_size
+        ranks = config.ranks
+        part = f" (rank {ranks.rank} of {ranks.size})" if ranks.size > 1 else ""
         return (
-            f"{spec.architecture}, {len(spec.layers)} layers, {weights}, by {self.executor} on "
-            f"{config.device}; {tokens:,} KV tokens, "
+            f"{spec.architecture}, {len(spec.layers)} layers{part}, {weights}, by {self.executor} "
+            f"on {config.device}; {tokens:,} KV tokens, "
             f"sequences of up to {config.limits.max_sequence_token_count:,} tokens"
         )
 
@@ -67,12 +71,13 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that can run steps, what it can do, and its KV pool."""
+    """A model, or a rank's part of one, that can run steps, what it can do, and its KV pool."""
 
     capability: Capability
     executor: Executor
     cache: KVCache
     device: torch.device
+    peers: Peers | None = None
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
@@ -81,7 +86,9 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     Raises LoadError, whose message says what to do, when the options cannot be met.
     """
     loaded = load_model(options)
-    runner = ModelRunner(loaded.capability, loaded.executor, loaded.cache, loaded.device)
+    runner = ModelRunner(
+        loaded.capability, loaded.executor, loaded.cache, loaded.device, loaded.peers
+    )
     options.progress("warming up")
     runner.warm_up()
     return runner
@@ -97,7 +104,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         chosen, config = plan.executor, plan.config
         cache = plan.make_cache()  # before the digest, which reads all weights
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
-        loader = WeightLoader(checkpoint, spec, config.data_type, device)
+        loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
         data_type = DataType(str(config.data_type).removeprefix("torch."))
         digest = _arithmetic_digest(
@@ -105,6 +112,9 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         )
         executor = chosen.load(config, loader, cache)
         loader.finish()
+    peers, address = config.peers, ""
+    if peers is not None and options.ranks.rank == 0:
+        address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
     return LoadedModel(
         capability=Capability(
             device=describe_device(device),
@@ -115,11 +125,14 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
             random_seed=options.random_seed,
-            arithmetic=arithmetic_name(device, chosen, executor),
+            ranks=options.ranks,
+            arithmetic=arithmetic_name(device, chosen, executor, options.ranks),
+            rendezvous_address=address,
         ),
         executor=executor,
         cache=cache,
         device=device,
+        peers=peers,
     )
 
 
@@ -145,8 +158,11 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
     """Sizes the pool and chooses the executor. Raises LoadError for options that cannot be met."""
     data_type = options.data_type or _default_data_type(spec, device)
     kv_data_type = options.kv_data_type or data_type
-    groups = layer_groups(spec, kv_data_type)
-    block_count = blocks_within(options.kv_cache_bytes, groups, options.block_size)
+    shares = {share.coordinates: share for share in all_shares(spec, options.ranks)}
+    groups = {each: layer_groups(share, kv_data_type) for each, share in shares.items()}
+    # Every rank of a replica has the same blocks, so those with more heads or layers decide.
+    widest = max(groups.values(), key=lambda each: bytes_per_block(each, options.block_size))
+    block_count = blocks_within(options.kv_cache_bytes, widest, options.block_size)
     config = ExecutorConfig(
         spec=spec,
         device=device,
@@ -157,9 +173,10 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
         limits=_limits(options, spec, block_count),
         thread_count=options.thread_count,
         progress=options.progress,
+        peers=Peers(options.ranks, device) if options.ranks.size > 1 else None,
     )
     chosen = select_executor(config, options.executor, options.attention_backend)
-    return LoadPlan(chosen, config, groups, block_count)
+    return LoadPlan(chosen, config, groups[options.ranks], block_count)
 
 
 def _set_torch_threads(count: int) -> None:

@@ -73,12 +73,13 @@ def torch_executor(backend: BackendType) -> ExecutorType:
 
     def load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Executor:
         model = TorchDecoder(
-            config.spec,
+            config.share,
             loader,
             config.limits.max_sequence_token_count,
             config.data_type,
             config.device,
             config.progress,
+            config.peers,
         )
         caches = tuple(_layer_cache(layer, cache.block_size) for layer in cache.layers)
         return TorchExecutor(
@@ -90,7 +91,7 @@ def torch_executor(backend: BackendType) -> ExecutorType:
 
 def _attention(config: ExecutorConfig) -> AttentionConfig:
     return AttentionConfig(
-        layers=tuple(layer.attention.heads for layer in config.spec.layers),
+        layers=tuple(layer.attention.heads for layer in config.share.layers),
         block_size=config.block_size,
         max_length=config.limits.max_sequence_token_count,
         data_type=config.data_type,
