@@ -30,7 +30,7 @@ from control_plane.rpc.server import (
     ControlServer,
     inference_service,
 )
-from control_plane.rpc.worker_client import GrpcWorker
+from control_plane.rpc.workers import worker_at
 from control_plane.shell.fleet import Fleet, away_seconds
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
@@ -167,7 +167,7 @@ async def _serve(
         stack.callback(request_log.close)
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
         fleet = Fleet(
-            [GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
+            [worker_at(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
             _replica_settings(config),
             clock=time.monotonic,
             jitter=random.Random().random,

@@ -7,6 +7,7 @@ lazily, by what the real runner needs, so a simulated worker never needs it.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,10 +18,11 @@ from twinplane.extras import Extra, how_to_get
 from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
-from worker_service.domain.capability import DataType, Limits
+from worker_service.domain.capability import DataType, Limits, RankCoordinates
 from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
+from worker_service.ranks import RanksInvalid, rendezvous_host, resolve_ranks
 from worker_service.runner.interface import Runner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
@@ -43,6 +45,8 @@ _STAND_IN: Mapping[str, object] = MappingProxyType(
         "max_position_embeddings": 1024,
     }
 )
+# Where simulated ranks would meet, who have nothing to tell each other.
+_NOBODYS_PORT = 1
 # Only the built-in simulated model has it: its single bytes are read and never written, so that
 # what a simulated worker answers can be read, too.
 _FIRST_TOKEN_KEY = "simulated_first_token_id"
@@ -73,6 +77,14 @@ def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
     if config.simulate:
         return _simulated_runner(config)
     return _real_runner(config, progress)
+
+
+def _ranks(config: WorkerConfig) -> RankCoordinates:
+    """Which rank this worker is. Raises StartupError."""
+    try:
+        return resolve_ranks(config, os.environ, socket.gethostname())
+    except RanksInvalid as error:
+        raise StartupError(str(error)) from error
 
 
 def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
@@ -207,6 +219,8 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         max_sequence_token_count=length,
         max_prompt_token_count=length,
     )
+    ranks, host = _ranks(config), rendezvous_host(config, os.environ)
+    port = config.rendezvous_port or _NOBODYS_PORT
     model = SimulatedModel(
         name=_model_name(config),
         vocabulary_size=shape.vocabulary_size,
@@ -216,6 +230,8 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         architecture=shape.architecture,
         random_seed=config.seed,
         first_token=shape.first_token,
+        ranks=ranks,
+        rendezvous_address="" if ranks.rank or ranks.size == 1 else f"{host}:{port}",
     )
     latency = SimulatedLatency(
         step=config.simulate_step_ms / 1e3,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from twinplane.process.logs import fields
+from worker_service.domain.capability import MemoryPool
 from worker_service.domain.errors import (
     GroupLost,
     PlanInvalid,
@@ -27,7 +28,8 @@ from worker_service.domain.errors import (
     WorkerError,
 )
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
-from worker_service.runner.interface import PendingStep, Runner
+from worker_service.domain.rendezvous import Rendezvous
+from worker_service.runner.interface import PendingStep, Ranked, Runner
 
 KEPT_STEP_COUNT = 8
 
@@ -108,10 +110,13 @@ class StepLog:
         self._last_collected = 0.0
         self._failed = False
         self._broken = False
+        self._lost: GroupLost | None = None
+        """Why nothing runs in this epoch, where other ranks are missing."""
 
     @property
     def failed(self) -> bool:
-        """Whether the runner raised an unexpected error in this epoch. Safe from any thread."""
+        """Whether nothing runs in this epoch any more: the runner raised an unexpected error, or
+        another rank is missing. Safe from any thread."""
         return self._failed
 
     @property
@@ -132,6 +137,29 @@ class StepLog:
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
+        self._lost = None
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Lets the runner meet the other ranks of its replica for this epoch.
+
+        Where they don't meet, everything but `begin` raises GroupLost from then on.
+        """
+        runner = self.runner
+        assert isinstance(runner, Ranked), "one of several ranks that can't meet the others"
+        try:
+            self._guard(lambda: runner.join(rendezvous), rendezvous.epoch, 0)
+        except GroupLost as lost:
+            _logger.warning(
+                "the ranks did not meet", extra=fields(epoch=self._epoch, error=str(lost))
+            )
+        except RunnerFailed:
+            pass  # it is logged, and the epoch has failed
+
+    def memory_pool(self) -> MemoryPool:
+        """The runner's. Raises GroupLost or RunnerFailed in an epoch without its group."""
+        if self._lost is not None:
+            raise _again(self._lost)
+        return self.runner.memory_pool()
 
     def launch(self, plan: StepPlan, arrived: float) -> LoggedStep:
         """Launches a plan, or returns the step of one that was launched before.
@@ -203,6 +231,8 @@ class StepLog:
             raise StaleEpoch(f"epoch {epoch} does not hold the claim, {self._epoch} does")
 
     def _require_runner(self) -> None:
+        if self._lost is not None:
+            raise _again(self._lost)
         if self._failed:
             raise RunnerFailed("an earlier step of this epoch failed; attach again")
 
@@ -226,7 +256,7 @@ class StepLog:
         try:
             return execute()
         except GroupLost as lost:
-            self._fail(epoch)
+            self._fail(epoch, lost)
             lost.step_id = step_id
             raise
         except WorkerError:
@@ -238,10 +268,15 @@ class StepLog:
             failed.step_id = step_id
             raise failed from error
 
-    def _fail(self, epoch: int) -> None:
+    def _fail(self, epoch: int, lost: GroupLost | None = None) -> None:
         """No later step of the epoch can run. Where a new one has begun, that goes on."""
         if epoch == self._epoch:
-            self._failed = True
+            self._failed, self._lost = True, lost
+
+
+def _again(lost: GroupLost) -> GroupLost:
+    """The error for another message: whoever raises it writes the step into it."""
+    return GroupLost(str(lost))
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:

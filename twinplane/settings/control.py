@@ -57,7 +57,10 @@ class ControlConfig:
     )
 
     worker: str = option(
-        "127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER, path=True
+        "127.0.0.1:50061",
+        "the worker: host:port or unix:PATH; of a replica of several ranks all, with commas between",
+        group=_WORKER,
+        path=True,
     )
     worker_loss_patience: float = option(
         60.0, "maximum seconds to wait for a lost worker before requests fail", group=_WORKER
@@ -120,8 +123,12 @@ class ControlConfig:
             port = getattr(self, name)
             if port is not None and port > 65535:
                 raise ValueError(f"{name} must be at most 65535, not {port}")
-        if not _is_address(self.worker):
-            raise ValueError(f"worker must be host:port or unix:PATH, not {self.worker!r}")
+        ranks = self.worker.split(",")
+        for rank in ranks:
+            if not _is_address(rank):
+                raise ValueError(f"worker must be host:port or unix:PATH, not {rank!r}")
+            if ranks.count(rank) > 1:
+                raise ValueError(f"worker names {rank} twice")
         for name in ("ageing_seconds", "worker_loss_patience"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:

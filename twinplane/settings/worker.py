@@ -13,6 +13,7 @@ DEFAULT_PORT = 50061
 _MODEL = "model"
 _LIMITS = "limits and memory"
 _DEVICE = "device"
+_RANKS = "ranks of a replica"
 _SERVER = "server"
 _PROCESS = "process"
 _SIMULATION = "simulation"
@@ -92,6 +93,34 @@ class WorkerConfig:
         group=_DEVICE,
     )
 
+    tensor_parallel_size: int = option(
+        1, "workers that share each layer, in one replica", group=_RANKS
+    )
+    pipeline_parallel_size: int = option(
+        1, "stages of layers, each on workers of its own, in one replica", group=_RANKS
+    )
+    data_parallel_size: int = option(1, "replicas; reported to controllers", group=_RANKS)
+    rank: int | None = option(
+        None,
+        "place in the replica: pipeline rank x tensor-parallel size + tensor rank (default: "
+        "LWS_WORKER_INDEX, or the ordinal of a Kubernetes StatefulSet's pod, else 0)",
+        group=_RANKS,
+    )
+    data_parallel_rank: int | None = option(
+        None,
+        "which replica this worker belongs to (default: by the pod's ordinal, else 0)",
+        group=_RANKS,
+    )
+    rendezvous_host: str | None = option(
+        None,
+        "host at which other ranks reach rank 0 (default: LWS_LEADER_ADDRESS, else the host at "
+        "which the control plane reaches it)",
+        group=_RANKS,
+    )
+    rendezvous_port: int = option(
+        0, "port at which the ranks meet at rank 0; 0: any free one", group=_RANKS
+    )
+
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
     port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)
     uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER, path=True)
@@ -152,10 +181,17 @@ class WorkerConfig:
             value = getattr(self, name)
             if value is not None and not minimum <= value < math.inf:
                 raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        for name in ("port", "metrics_port"):
+        for name in ("port", "metrics_port", "rendezvous_port"):
             port = getattr(self, name)
             if port is not None and port > 65535:
                 raise ValueError(f"{name} must be at most 65535, not {port}")
+        for name, count in (
+            ("rank", self.tensor_parallel_size * self.pipeline_parallel_size),
+            ("data_parallel_rank", self.data_parallel_size),
+        ):
+            rank = getattr(self, name)
+            if rank is not None and rank >= count:
+                raise ValueError(f"{name} is {rank}, and there are {count}: they count from 0")
 
 
 _MINIMUMS = (
@@ -166,6 +202,12 @@ _MINIMUMS = (
     ("max_num_batched_tokens", 1),
     ("max_model_len", 2),
     ("threads", 1),
+    ("tensor_parallel_size", 1),
+    ("pipeline_parallel_size", 1),
+    ("data_parallel_size", 1),
+    ("rank", 0),
+    ("data_parallel_rank", 0),
+    ("rendezvous_port", 0),
     ("port", 0),
     ("metrics_port", 0),
     ("drain_seconds", 0),

@@ -6,7 +6,7 @@ Weights, adapters, sleep and pooling get protocols of their own, not more method
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
@@ -40,6 +40,7 @@ class CompletedStep:
         return self.completed
 
 
+@runtime_checkable
 class Ranked(Protocol):
     """A runner that is one of a replica's ranks. Asked only where there are several."""
 

@@ -82,7 +82,8 @@ class SimulatedLatency:
 class SimulatedModel:
     """What is pretended. `block_count` includes the null block. No token below `first_token` is
     ever sampled, unless a mask leaves no other. Each of several ranks computes everything by
-    itself, so they need no group; only one of them answers with tokens."""
+    itself, so they need no group; only one of them answers with tokens. `rendezvous_address` is
+    where they would meet."""
 
     name: str
     vocabulary_size: int
@@ -93,6 +94,7 @@ class SimulatedModel:
     random_seed: int = 0
     first_token: int = 0
     ranks: RankCoordinates = field(default_factory=RankCoordinates)
+    rendezvous_address: str = ""
 
 
 class SimulatedRunner:
@@ -136,6 +138,7 @@ class SimulatedRunner:
             arithmetic="simulated",
             random_seed=model.random_seed,
             ranks=model.ranks,
+            rendezvous_address=model.rendezvous_address,
         )
 
     def memory_pool(self) -> MemoryPool:
