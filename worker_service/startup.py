@@ -186,7 +186,8 @@ def _runner_options(
         kv_data_type=None if config.kv_cache_dtype == "auto" else DataType(config.kv_cache_dtype),
         block_size=config.block_size,
         kv_cache_bytes=_or_else(
-            config.kv_cache_memory_bytes, lambda: default_kv_cache_bytes(device, folder)
+            config.kv_cache_memory_bytes,
+            lambda: default_kv_cache_bytes(device, folder, config.local_world_size),
         ),
         max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS[device]),
         max_step_token_count=_or_else(
@@ -195,7 +196,7 @@ def _runner_options(
         max_sequence_token_count=config.max_model_len,
         executor=_unless_auto(config.executor),
         attention_backend=_unless_auto(config.attention_backend),
-        thread_count=resolve_threads(config.threads).count,
+        thread_count=resolve_threads(config.threads, sharers=config.local_world_size).count,
         random_seed=config.seed,
         progress=progress,
     )

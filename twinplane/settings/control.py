@@ -58,7 +58,7 @@ class ControlConfig:
 
     worker: str = option(
         "127.0.0.1:50061",
-        "the worker: host:port or unix:PATH; of a replica of several ranks all, with commas between",
+        "the worker: host:port or unix:PATH; several, with commas between, are one replica's ranks",
         group=_WORKER,
         path=True,
     )

@@ -111,6 +111,12 @@ class WorkerConfig:
         "which replica this worker belongs to (default: by the pod's ordinal, else 0)",
         group=_RANKS,
     )
+    local_world_size: int = option(
+        1,
+        "workers on this machine: by default each has its share of the cores and, on a CPU, of the "
+        "KV pool's size",
+        group=_RANKS,
+    )
     rendezvous_host: str | None = option(
         None,
         "host at which other ranks reach rank 0 (default: LWS_LEADER_ADDRESS, else the host at "
@@ -205,6 +211,7 @@ _MINIMUMS = (
     ("tensor_parallel_size", 1),
     ("pipeline_parallel_size", 1),
     ("data_parallel_size", 1),
+    ("local_world_size", 1),
     ("rank", 0),
     ("data_parallel_rank", 0),
     ("rendezvous_port", 0),
