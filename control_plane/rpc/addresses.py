@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _SAME_MACHINE = "127.0.0.1"
+_SCHEMES = ("dns:", "ipv4:", "ipv6:")
 
 
 def rendezvous_address(given: str, worker: str) -> str:
@@ -19,4 +20,7 @@ def _host_of(address: str) -> str:
     """The host in an address that gRPC takes: host:port, dns://server/host:port or unix:PATH."""
     if address.startswith("unix:"):
         return _SAME_MACHINE
-    return address.rpartition("/")[2].removeprefix("dns:").rpartition(":")[0]
+    name = address.rpartition("/")[2].rpartition(":")[0]
+    for scheme in _SCHEMES:
+        name = name.removeprefix(scheme)
+    return name

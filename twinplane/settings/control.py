@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
+from twinplane.paths import expand_address
 from twinplane.settings.resolution import option
 
 _MODEL = "model"
@@ -123,7 +124,8 @@ class ControlConfig:
             port = getattr(self, name)
             if port is not None and port > 65535:
                 raise ValueError(f"{name} must be at most 65535, not {port}")
-        ranks = self.worker.split(",")
+        ranks = [expand_address(rank.strip()) for rank in self.worker.split(",")]
+        object.__setattr__(self, "worker", ",".join(ranks))
         for rank in ranks:
             if not _is_address(rank):
                 raise ValueError(f"worker must be host:port or unix:PATH, not {rank!r}")
