@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from types import TracebackType
@@ -42,12 +42,12 @@ class RankServer:
         *,
         model: SimulatedModel = MODEL,
         latency: SimulatedLatency = INSTANT,
-        wrap: Callable[[Runner], Runner] = lambda runner: runner,
+        kind: type[SimulatedRunner] = SimulatedRunner,
     ) -> None:
         self.ranks = ranks
         self.model = model
         self.latency = latency
-        self.wrap = wrap
+        self.kind = kind
         self.port = 0
         self._lives = itertools.count(1)
         self._facade: WorkerFacade | None = None
@@ -68,7 +68,7 @@ class RankServer:
             ranks=self.ranks,
             rendezvous_address="" if self.ranks.rank else ":29500",
         )
-        return self.wrap(SimulatedRunner(model, self.latency))
+        return self.kind(model, self.latency)
 
     async def start(self) -> None:
         self._facade = WorkerFacade(
