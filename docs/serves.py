@@ -56,8 +56,9 @@ def table() -> str:
         ),
         (
             "devices",
-            f"one for each worker: {_code(_choices('device'))}; executors {executors}",
-            "a model over several devices; GPU kernels of our own",
+            f"one for each worker: {_code(_choices('device'))}; executors {executors}; a model over "
+            "several workers by tensor and pipeline parallelism, in the torch executor",
+            "GPU kernels of our own",
         ),
         (
             "numbers",
