@@ -1,0 +1,33 @@
+"""`twinplane up` with replicas of several ranks: any rank killed under load loses nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.up_ranks import Streams, running
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [f"Tell me {'more ' * n}about it" for n in range(8)]
+TOKENS = 200
+SIMULATED = ("--simulate", "--simulate-step-ms", "10")
+
+
+def undisturbed(folder: Path) -> list[list[int]]:
+    """What one worker answers."""
+    with running(folder, 0, "--simulate", "--simulate-step-ms", "1") as planes:
+        return Streams(planes.address, PROMPTS, TOKENS).result()
+
+
+def test_each_rank_killed_in_turn_loses_nothing(tmp_path: Path) -> None:
+    expected = undisturbed(tmp_path)
+    sizes = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    with running(tmp_path, 4, *SIMULATED, *sizes) as planes:
+        streams = Streams(planes.address, PROMPTS, TOKENS)
+        for number in range(4):
+            streams.reach(10 + 40 * number)
+            planes.kill(number)
+        assert streams.result() == expected
+        assert len(planes.attachments()) >= 5
