@@ -166,8 +166,9 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
+        controller_id = f"{socket.gethostname()}:{os.getpid()}"
         fleet = Fleet(
-            [worker_at(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
+            [worker_at(replica, controller_id=controller_id) for replica in config.replicas],
             _replica_settings(config),
             clock=time.monotonic,
             jitter=random.Random().random,

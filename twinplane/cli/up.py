@@ -124,8 +124,7 @@ def _up(
 
 def _addresses(replicas: Sequence[Sequence[UpWorker]]) -> str:
     """The workers as the control plane's setting takes them."""
-    (ranks,) = replicas
-    return ",".join(each.address for each in ranks)
+    return " ".join(",".join(each.address for each in ranks) for ranks in replicas)
 
 
 def _worker_plane(worker: UpWorker, config: WorkerConfig) -> Plane:

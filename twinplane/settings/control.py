@@ -59,9 +59,10 @@ class ControlConfig:
 
     worker: str = option(
         "127.0.0.1:50061",
-        "the worker: host:port or unix:PATH; several, with commas between, are one replica's ranks",
+        "a worker: host:port or unix:PATH, of a replica's ranks all with commas between; may be "
+        "repeated, for each replica once",
         group=_WORKER,
-        path=True,
+        repeated=True,
     )
     worker_loss_patience: float = option(
         60.0, "maximum seconds to wait for a lost worker before requests fail", group=_WORKER
@@ -124,17 +125,25 @@ class ControlConfig:
             port = getattr(self, name)
             if port is not None and port > 65535:
                 raise ValueError(f"{name} must be at most 65535, not {port}")
-        ranks = [expand_address(rank.strip()) for rank in self.worker.split(",")]
-        object.__setattr__(self, "worker", ",".join(ranks))
-        for rank in ranks:
-            if not _is_address(rank):
-                raise ValueError(f"worker must be host:port or unix:PATH, not {rank!r}")
-            if ranks.count(rank) > 1:
-                raise ValueError(f"worker names {rank} twice")
+        replicas = [
+            ",".join(map(expand_address, replica.split(","))) for replica in self.worker.split()
+        ]
+        object.__setattr__(self, "worker", " ".join(replicas))
+        addresses = ",".join(replicas).split(",")
+        for address in addresses:
+            if not _is_address(address):
+                raise ValueError(f"worker must be host:port or unix:PATH, not {address!r}")
+            if addresses.count(address) > 1:
+                raise ValueError(f"worker names {address} twice")
         for name in ("ageing_seconds", "worker_loss_patience"):
             seconds = getattr(self, name)
             if not 0 < seconds < math.inf:
                 raise ValueError(f"{name} must be positive, not {seconds}")
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The addresses of each replica: of several ranks, with commas between."""
+        return tuple(self.worker.split())
 
 
 def _is_address(worker: str) -> bool:

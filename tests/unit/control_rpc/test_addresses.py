@@ -43,14 +43,30 @@ def test_several_addresses_are_taken(worker: str) -> None:
     assert ControlConfig(worker=worker).worker == worker
 
 
-@pytest.mark.parametrize("worker", ["a:1,", ",a:1", "a:1,,b:1", "a:1,b", "a:1,b:1,a:1", "a:1, b:x"])
+@pytest.mark.parametrize(
+    "worker",
+    [
+        "a:1,",
+        ",a:1",
+        "a:1,,b:1",
+        "a:1,b",
+        "a:1,b:1,a:1",
+        "a:1, b:x",
+        "",
+        " ",
+        "a:1 a:1",
+        "a:1,b:1 b:1",
+    ],
+)
 def test_addresses_that_are_none_are_refused(worker: str) -> None:
     with pytest.raises(ValueError, match="worker"):
         ControlConfig(worker=worker)
 
 
-def test_spaces_around_addresses_are_no_part_of_them() -> None:
-    assert ControlConfig(worker=" a:1, b:1 ").worker == "a:1,b:1"
+def test_replicas_are_apart_by_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    config = ControlConfig(worker=" a:1,b:1   unix:~/c,d:1 e:1\n")
+    assert config.replicas == ("a:1,b:1", "unix:/home/me/c,d:1", "e:1")
 
 
 def test_a_home_folder_is_found_in_each(monkeypatch: pytest.MonkeyPatch) -> None:
