@@ -199,6 +199,10 @@ def _runner_options(
         thread_count=resolve_threads(config.threads, sharers=config.local_world_size).count,
         random_seed=config.seed,
         progress=progress,
+        ranks=_ranks(config),
+        rendezvous_host="127.0.0.1" if config.uds else config.host,
+        rendezvous_port=config.rendezvous_port,
+        rendezvous_name=rendezvous_host(config, os.environ),
     )
 
 

@@ -115,6 +115,8 @@ def load_model(options: RunnerOptions) -> LoadedModel:
     peers, address = config.peers, ""
     if peers is not None and options.ranks.rank == 0:
         address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
+        if options.rendezvous_name is not None:
+            address = f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
     return LoadedModel(
         capability=Capability(
             device=describe_device(device),

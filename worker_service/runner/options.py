@@ -29,6 +29,7 @@ class RunnerOptions:
     `quantization` are refused where they cannot be honoured. `progress` gets short lines that tell
     people what is being done. `ranks` is the worker's place in its replica; the first of several
     ranks lets the others meet at `rendezvous_host`:`rendezvous_port`, 0 for any free port.
+    `rendezvous_name` is the host that it tells: empty leaves that to who asks, None is the host.
     """
 
     model_folder: Path
@@ -50,3 +51,4 @@ class RunnerOptions:
     ranks: RankCoordinates = field(default_factory=RankCoordinates)
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
+    rendezvous_name: str | None = None
