@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,6 @@ from worker_service.parallel.store import first_line, local_address, meet
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 _OPERATION_TIMEOUT = timedelta(minutes=10)
 _LOOK = timedelta(milliseconds=200)
-_CLOSE_SECONDS = 1.0
 # Where ranks of GPUs fail, torch would end the process; ours goes on with the next epoch's group.
 _NO_NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
@@ -76,7 +75,6 @@ class RankGroup:
         self._device = device
         self._is_abandoned = is_abandoned
         self._closed = False
-        self._sent: deque[tuple[Any, torch.Tensor]] = deque()
         names = [str(rank) for rank in range(coordinates.size)]
         store = meet(rendezvous, coordinates.rank, names, self._require_open)
         self._links: _Links | None = None
@@ -98,10 +96,10 @@ class RankGroup:
         """
         tensor = self._open_links().tensor
         if self._device.type == "cuda":
-            tensor.allreduce([x]).wait()
+            self._finish_on_device(tensor.start(tensor.group.allreduce([x])))
             return x
         parts = [torch.empty_like(x) for _ in range(self._coordinates.tensor[1])]
-        self.finish(tensor.allgather([parts], [x]))
+        self.finish(tensor.start(tensor.group.allgather([parts], [x])))
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -118,7 +116,8 @@ class RankGroup:
         outputs = [[torch.empty_like(own) for _ in range(size)]] if rank == 0 else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        self._finish_on_device(self._open_links().tensor.gather(outputs, [own], options))
+        tensor = self._open_links().tensor
+        self._finish_on_device(tensor.start(tensor.group.gather(outputs, [own], options)))
         if rank != 0:
             return None
         parts = [part[:, :width] for part, width in zip(outputs[0], widths, strict=True)]
@@ -126,19 +125,18 @@ class RankGroup:
 
     def send(self, x: torch.Tensor) -> None:
         """Gives x to the next stage. Returns at once; x may not be written any more."""
-        while self._sent and self._sent[0][0].is_completed():
-            self._finish_on_device(self._sent.popleft()[0])
-        self._sent.append((self._open_links().downstream.broadcast([x], _from(0)), x))
+        link = self._open_links().downstream
+        link.start(link.group.broadcast([x], _from(0)))
 
     def receive(self, out: torch.Tensor) -> torch.Tensor:
         """Fills `out` with what the stage before this one sends."""
-        self._finish_on_device(self._open_links().upstream.broadcast([out], _from(0)))
+        link = self._open_links().upstream
+        self._finish_on_device(link.start(link.group.broadcast([out], _from(0))))
         return out
 
     def publish(self, tokens: IntColumn) -> None:
         """Gives sampled tokens int32 [n] to every other rank. Only the answering rank does."""
-        copy = torch.from_numpy(np.array(tokens, dtype=np.int32))
-        self._share(copy)
+        self._share(torch.from_numpy(np.array(tokens, dtype=np.int32)))
 
     def expect(self, count: int) -> PendingTokens:
         """The next `count` tokens that the answering rank publishes."""
@@ -170,21 +168,16 @@ class RankGroup:
             links.abort()
 
     def close(self) -> None:
-        """Parts from the others, whose waits for this rank end. Idempotent.
-
-        What still waits inside Gloo can only be left behind, with a thread of its own.
-        """
+        """Parts from the others, whose waits for this rank end. Idempotent."""
         self._closed = True
-        doomed: list[object] = [self._links, *self._sent]
-        self._links = None
-        self._sent.clear()
-        thread = threading.Thread(target=doomed.clear, name="parting", daemon=True)
-        thread.start()
-        thread.join(_CLOSE_SECONDS)
+        links, self._links = self._links, None
+        if links is not None:
+            links.close()
 
     def _share(self, tokens: torch.Tensor) -> Any:
+        everyone = self._open_links().everyone
         options = _from(self._coordinates.answering_rank)
-        return self._open_links().all_ranks.broadcast([tokens], options)
+        return everyone.start(everyone.group.broadcast([tokens], options))
 
     def _finish_on_device(self, work: Any) -> None:
         if self._device.type == "cuda":
@@ -204,19 +197,60 @@ class RankGroup:
             raise GroupLost("the group is lost; attach again")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Links:
-    """The process groups of a rank; None where there is nobody to talk to that way.
+class _Link:
+    """A process group, and the operations on it that may not be over.
 
-    `tensor`: the ranks of its stage. `upstream`, `downstream`: it and its neighbour in the stage
-    before and behind; who is nearer to the first stage is 0 and sends. `all_ranks`, on the hosts.
+    Gloo can't be interrupted, and to drop a group waits for its operations, with the interpreter's
+    lock. So one that hangs is left to a thread, and dropped when its peers are gone.
     """
 
-    store: Any
-    tensor: Any
-    upstream: Any
-    downstream: Any
-    all_ranks: Any
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self._running: deque[Any] = deque()
+
+    def start(self, work: Any) -> Any:
+        """Notes an operation. Those that are over are forgotten, in order. Raises GroupLost for
+        one that failed unseen."""
+        while self._running and self._running[0].is_completed():
+            over = self._running.popleft()
+            try:
+                over.wait()
+            except RuntimeError as error:
+                raise GroupLost(f"another rank is gone: {first_line(error)}") from error
+        self._running.append(work)
+        return work
+
+    def close(self) -> None:
+        group, running, self.group = self.group, self._running, None
+        if not _all_over(running):
+            left = [group, running]
+            threading.Thread(target=_wait_for, args=(left,), name="parting", daemon=True).start()
+
+
+def _all_over(running: Iterable[Any]) -> bool:
+    return all(work.is_completed() for work in running)
+
+
+def _wait_for(left: list[Any]) -> None:
+    """Keeps a group for as long as something on it runs: to the end of the process, if need be."""
+    while not _all_over(left[1]):
+        time.sleep(_LOOK.total_seconds())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Links:
+    """Whom a rank talks to. It is asked only for a link that its place gives it.
+
+    `tensor`: the ranks of its stage. `upstream`, `downstream`: it and its neighbour in the stage
+    before and behind; who is nearer to the first stage is 0 and sends. `everyone`: all ranks, by
+    their hosts.
+    """
+
+    store: Store
+    tensor: _Link
+    upstream: _Link
+    downstream: _Link
+    everyone: _Link
 
     @classmethod
     def open(
@@ -231,27 +265,34 @@ class _Links:
         address = local_address(rendezvous)
         (tensor_rank, tensor_size), (stage, stage_count) = coordinates.tensor, coordinates.pipeline
 
-        def connect(name: str, rank: int, size: int, on: torch.device) -> Any:
+        def connect(name: str, rank: int, size: int, on: torch.device = device) -> _Link:
+            if not 0 <= rank < size or size == 1:
+                return _Link(None)
             named = PrefixStore(f"{rendezvous.key}/{name}", store)
-            return _process_group(named, rank, size, on, address)
+            return _Link(_process_group(named, rank, size, on, address))
 
-        def link(first: int) -> Any:
-            return connect(f"stage {first} {tensor_rank}", stage - first, 2, device)
+        def between(first: int) -> _Link:
+            """This stage's link between stage `first` and the next, if there are both."""
+            exists = 0 <= first < stage_count - 1
+            return connect(f"stage {first} {tensor_rank}", stage - first, 2 if exists else 1)
 
         return cls(
             store=store,
-            upstream=link(stage - 1) if stage > 0 else None,
-            downstream=link(stage) if stage < stage_count - 1 else None,
-            tensor=connect(f"tensor {stage}", tensor_rank, tensor_size, device)
-            if tensor_size > 1
-            else None,
-            all_ranks=connect("all", coordinates.rank, coordinates.size, torch.device("cpu")),
+            upstream=between(stage - 1),
+            downstream=between(stage),
+            tensor=connect(f"tensor {stage}", tensor_rank, tensor_size),
+            everyone=connect("all", coordinates.rank, coordinates.size, torch.device("cpu")),
         )
 
     def abort(self) -> None:
-        for group in (self.tensor, self.upstream, self.downstream):
-            if group is not None:
-                group.abort()
+        """Ends what a GPU waits for."""
+        for link in (self.tensor, self.upstream, self.downstream):
+            if link.group is not None:
+                link.group.abort()
+
+    def close(self) -> None:
+        for link in (self.tensor, self.upstream, self.downstream, self.everyone):
+            link.close()
 
 
 def _process_group(store: Store, rank: int, size: int, device: torch.device, address: str) -> Any:
