@@ -62,7 +62,7 @@ def test_a_rank_killed_mid_step_costs_one_start(
     folder: Path,
     expected: list[list[int]],
 ) -> None:
-    """The first rank, which keeps the store, and the answering one of four. The survivors are in the
+    """The first rank, which keeps the store, and the answering one of four. The survivors are in a
     step and wait for the victim, or for who waits for it; their processes live on."""
     replica = Replica.load(rank_pool, folder, tensor, pipeline)
     plan = first_step(replica)
