@@ -311,10 +311,3 @@ class Fleet:
         if ready is not self._was_ready:
             self._was_ready = ready
             self._on_readiness(ready)
-
-
-def away_seconds(replicas: Sequence[Replica]) -> float:
-    """For how long every worker that came has been away; 0 where one is here, or none ever came."""
-    if any(replica.attached for replica in replicas):
-        return 0.0
-    return min((lost for replica in replicas if (lost := replica.lost_seconds)), default=0.0)

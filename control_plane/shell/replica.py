@@ -36,6 +36,7 @@ from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_e
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import (
+    Capacity,
     ClampLog,
     SchedulingSettings,
     capacity_of,
@@ -137,8 +138,10 @@ class Replica:
         self._heartbeat = Heartbeat(worker, settings.claim.silence_limit)
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
-        self._attachment: Attachment | None = None
+        self.attachment: Attachment | None = None
         """The last one: that of now, or the one that was lost."""
+        self.capacity: Capacity | None = None
+        """What that one can hold."""
         self._only_disconnected = False
         """Nothing but the connection ended the last claim."""
         self._inbox: deque[StepResult | Exception] = deque()
@@ -180,14 +183,11 @@ class Replica:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
         if self._core is None or self._model is None or not self._can_queue():
             raise EngineLost("no worker is attached")
-        assert self._attachment is not None
+        assert self.attachment is not None
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if (
-            request.output is OutputKind.HOLD
-            and HELD_SAMPLING not in self._attachment.info.features
-        ):
+        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self.attachment.info.features:
             raise EngineLost("the worker can't hold a row until its mask is known")
         self._core.add(sequence_id, request, scanner)
         self._wake.set()
@@ -277,6 +277,7 @@ class Replica:
         attachment = await self._in_patience(self._worker.attach())
         resumed = self._core is not None
         kv_kept = self._adopt(attachment)
+        assert self.capacity is not None
         self._inbox.clear()
         self._claim.attached(self._clock())
         info = attachment.info
@@ -299,7 +300,7 @@ class Replica:
                 weight_version=info.weight_version.digest[:12],
                 sequence_count=_sequence_count(self.stats()),
                 kv_kept=kv_kept,
-                **asdict(capacity_of(self._scheduler().ledger.config)),
+                **asdict(self.capacity),
             ),
         )
         self._listener.changed(self)
@@ -312,8 +313,8 @@ class Replica:
         info = attachment.info
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
         self._clamps.tell(clamps(self._settings.scheduling, config))
-        before, last = self._model, self._attachment
-        self._attachment = attachment
+        before, last = self._model, self.attachment
+        self.attachment, self.capacity = attachment, capacity_of(config)
         self._model = ServedModel(
             name=info.model_name,
             max_sequence_token_count=config.max_sequence_token_count,

@@ -23,6 +23,7 @@ from tests.simulation.fake_worker import Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running
 from tests.simulation.virtual_time import VirtualLoop
+from tests.support.quick import examples
 
 STEP_SECONDS = 0.01
 LONGEST = 32
@@ -223,5 +224,7 @@ class FleetMachine(RuleBasedStateMachine):
             await self.over.wait()
 
 
-FleetMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+FleetMachine.TestCase.settings = settings(
+    max_examples=examples(250), stateful_step_count=40, deadline=None
+)
 TestFleetMachine = FleetMachine.TestCase

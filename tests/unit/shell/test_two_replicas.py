@@ -13,10 +13,10 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
-from control_plane.shell.fleet import away_seconds
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.workers import away_seconds
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -127,12 +127,12 @@ def test_who_outlives_the_patience_fails_where_the_worker_is_gone_and_nowhere_el
             await asyncio.sleep(5.0)
             model = rig.fleet.served_model()
             assert model is not None, "one still serves"
-            assert away_seconds(rig.fleet.replicas) == 0.0
+            assert away_seconds(rig.serving()) == 0.0
             await rig.settled(rig.submit(request("after", PROMPT, 3)))
             lose(kept)
             await asyncio.sleep(6.0)
             assert rig.fleet.served_model() is None
-            assert 5.0 <= away_seconds(rig.fleet.replicas) <= 6.0, "since the last was lost"
+            assert 5.0 <= away_seconds(rig.serving()) <= 6.0, "since the last was lost"
             with pytest.raises(EngineLost):
                 rig.submit(request("none", PROMPT, 3))
             assert rig.readiness == [True, False]
