@@ -66,6 +66,11 @@ class DeviceThread:
         self._ended: asyncio.Future[None] = self._loop.create_future()
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
+    @property
+    def closed(self) -> bool:
+        """Whether no more work is taken."""
+        return self._closed
+
     def start(
         self, work: Callable[[], T], finished: Callable[[], None] = lambda: None
     ) -> asyncio.Future[T]:

@@ -177,6 +177,7 @@ def _runner_options(
 
     device = available_device() if config.device == "auto" else config.device
     open_device(device)  # before it is asked for its memory
+    ranks = _ranks(config)
     return RunnerOptions(
         model_folder=folder,
         model_name=_model_name(config),
@@ -187,7 +188,7 @@ def _runner_options(
         block_size=config.block_size,
         kv_cache_bytes=_or_else(
             config.kv_cache_memory_bytes,
-            lambda: default_kv_cache_bytes(device, folder, config.local_world_size),
+            lambda: default_kv_cache_bytes(device, folder, config.local_world_size, ranks.size),
         ),
         max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS[device]),
         max_step_token_count=_or_else(
@@ -199,7 +200,7 @@ def _runner_options(
         thread_count=resolve_threads(config.threads, sharers=config.local_world_size).count,
         random_seed=config.seed,
         progress=progress,
-        ranks=_ranks(config),
+        ranks=ranks,
         rendezvous_host="127.0.0.1" if config.uds else config.host,
         rendezvous_port=config.rendezvous_port,
         rendezvous_name=rendezvous_host(config, os.environ),

@@ -31,3 +31,16 @@ def test_each_rank_killed_in_turn_loses_nothing(tmp_path: Path) -> None:
             planes.kill(number)
         assert streams.result() == expected
         assert len(planes.attachments()) >= 5
+
+
+@pytest.mark.model
+def test_ranks_of_the_default_model_lose_nothing(tmp_path: Path) -> None:
+    """Four real ranks. The one that answers is killed while it does."""
+    sizes = ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")
+    with running(tmp_path, 4, *sizes, "--max-model-len", "256") as planes:
+        expected = Streams(planes.address, PROMPTS[:4], 24).result()
+        streams = Streams(planes.address, PROMPTS[:4], 24)
+        streams.reach(8)
+        planes.kill(2)
+        assert streams.result() == expected
+        assert len(planes.attachments()) >= 2

@@ -74,14 +74,18 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_kv_cache_bytes(device: str, model_folder: Path, sharers: int = 1) -> int:
+def default_kv_cache_bytes(
+    device: str, model_folder: Path, sharers: int = 1, rank_count: int = 1
+) -> int:
     """Bytes for the KV pool of a model that is not loaded yet; on a CPU the share of one of
-    `sharers` workers. Raises MemoryBudgetTooSmall where the weights' files leave nothing of a GPU's
-    free memory."""
+    `sharers` workers. A rank has about as much of the weights as each of the other ranks. Raises
+    MemoryBudgetTooSmall where its part of the weights' files leaves nothing of a GPU's free memory.
+    """
     if device == "cpu":
         return _CPU_KV_BYTES // sharers
     free_bytes, _ = torch.cuda.mem_get_info()
-    weights_bytes = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
+    files_bytes = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
+    weights_bytes = files_bytes / rank_count
     if weights_bytes >= free_bytes:
         raise MemoryBudgetTooSmall(
             f"{weights_bytes / 1e9:.1f} GB of weights leave no room for KV in the "
