@@ -222,9 +222,10 @@ class WorkerFacade:
         """
         self.drain()
         runner = None if self._loaded is None else self._loaded.log.runner
-        if runner is not None and runner.capability().ranks.size > 1 and not self._device.closed:
-            self._device.start(runner.reset)
-        await self._device.close()
+        if runner is not None and runner.capability().ranks.size > 1:
+            await self._device.close(runner.reset)
+        else:
+            await self._device.close()
 
     def hurry(self) -> None:
         """Waits for no other rank any more: what is queued fails where it would."""

@@ -140,6 +140,8 @@ def test_weights_that_fill_a_gpu_say_so(folder: Path, monkeypatch: pytest.Monkey
     free = weights
     with pytest.raises(MemoryBudgetTooSmall, match="leave no room for KV"):
         default_kv_cache_bytes("cuda", folder)
+    part = default_kv_cache_bytes("cuda", folder, rank_count=4)  # a rank has a quarter of them
+    assert part == int(weights * 0.75 * 0.85)
 
 
 def test_a_gpu_without_room_for_the_pool_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
