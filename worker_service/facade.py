@@ -221,9 +221,21 @@ class WorkerFacade:
             self.lifecycle.move(LifecycleState.DRAINING)
 
     async def close(self) -> None:
-        """Drains, waits for what is queued, and ends the device thread. Idempotent."""
+        """Drains, waits for what is queued, and ends the device thread. Idempotent.
+
+        A rank then leaves its group, which must not be open when the process ends.
+        """
         self.drain()
-        await self._device.close()
+        runner = None if self._loaded is None else self._loaded.log.runner
+        if runner is not None and runner.capability().ranks.size > 1:
+            await self._device.close(runner.reset)
+        else:
+            await self._device.close()
+
+    def hurry(self) -> None:
+        """Waits for no other rank any more: what is queued fails where it would."""
+        if self._loaded is not None and isinstance(self._loaded.log.runner, Ranked):
+            self._loaded.log.runner.abandon(MAX_EPOCH + 1)
 
     def _require_loaded(self) -> _Loaded:
         self.lifecycle.require_serving()

@@ -50,10 +50,12 @@ class RankSteps:
         self._peers.abandon(before_epoch)
 
     def reset(self) -> None:
-        """The runner's rows are cleared: tokens that still come are nobody's."""
+        """The runner's rows are cleared, and the group's time is over: tokens that still come are
+        nobody's."""
         for step in self._following:
             step.forget()
         self._following.clear()
+        self._peers.leave()
 
     def guard(self, launch: Callable[[], T]) -> T:
         """Launches in the epoch's group. Where that fails, the other ranks are not left waiting.
