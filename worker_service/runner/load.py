@@ -102,7 +102,9 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         spec = account_for(checkpoint, describe(checkpoint.config))
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
-        cache = plan.make_cache()  # before the digest, which reads all weights
+        # Before the digest, which reads all weights.
+        address = _host_store(options, config.peers)
+        cache = plan.make_cache()
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
@@ -112,11 +114,6 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         )
         executor = chosen.load(config, loader, cache)
         loader.finish()
-    peers, address = config.peers, ""
-    if peers is not None and options.ranks.rank == 0:
-        address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
-        if options.rendezvous_name is not None:
-            address = f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
     return LoadedModel(
         capability=Capability(
             device=describe_device(device),
@@ -134,8 +131,19 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         executor=executor,
         cache=cache,
         device=device,
-        peers=peers,
+        peers=config.peers,
     )
+
+
+def _host_store(options: RunnerOptions, peers: Peers | None) -> str:
+    """Where the other ranks of the first one come; empty for any other. Raises
+    RendezvousUnavailable."""
+    if peers is None or options.ranks.rank != 0:
+        return ""
+    address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
+    if options.rendezvous_name is None:
+        return address
+    return f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
 
 
 def check_load(options: RunnerOptions, config: Mapping[str, Any] | None = None) -> LoadPlan:
