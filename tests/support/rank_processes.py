@@ -86,6 +86,8 @@ class Replica:
     address: str
     epoch: int = 0
     results: list[list[StepResult]] = field(default_factory=list)
+    used: bool = False
+    """Whether anything was launched since the ranks met."""
 
     @classmethod
     def load(
@@ -106,6 +108,7 @@ class Replica:
     def join(self) -> None:
         """A new epoch with a new group."""
         self.epoch += 1
+        self.used = False
         for rank in self.ranks:
             rank.begin("join", rendezvous(self.address, self.epoch))
         for rank in self.ranks:
@@ -122,8 +125,9 @@ class Replica:
         return self.memory_pools()[0]
 
     def reset(self) -> None:
-        for rank in self.ranks:
-            rank.call("reset")
+        """A reset ends the epoch's group: a new epoch begins."""
+        if self.used:
+            self.join()
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self._everywhere("step", plan))
@@ -132,6 +136,7 @@ class Replica:
         return CompletedStep(self._everywhere("sample", plan))
 
     def _everywhere(self, name: str, plan: StepPlan | SamplePlan) -> StepResult:
+        self.used = True
         for rank in self.ranks:
             rank.begin(name, plan)
         results: list[StepResult] = [rank.end() for rank in self.ranks]

@@ -14,7 +14,8 @@ from worker_service.domain.rendezvous import Rendezvous
 from worker_service.load_errors import RendezvousUnavailable
 
 _POLL_SECONDS = 0.01
-_CALL_TIMEOUT = timedelta(seconds=5)
+_KNOCK_SECONDS = 1.0
+_CALL_TIMEOUT = timedelta(seconds=10)
 _BACKLOG = 128
 
 
@@ -88,17 +89,21 @@ def first_line(error: BaseException) -> str:
 
 
 def _connect(rendezvous: Rendezvous, deadline: float, check: Callable[[], None]) -> TCPStore:
+    """Asks for a plain connection first: torch tells standard error of each one that fails, can't
+    be interrupted, and may wait for a name server."""
     while True:
         check()
         try:
+            address = (rendezvous.host, rendezvous.port)
+            socket.create_connection(address, _KNOCK_SECONDS).close()
             return TCPStore(
                 rendezvous.host,
                 rendezvous.port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=1),
+                timeout=_CALL_TIMEOUT,
             )
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             if time.monotonic() > deadline:
                 raise GroupLost(
                     f"no store answers at {_place(rendezvous)}: {first_line(error)}"

@@ -120,8 +120,10 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
         _log_memory(plan)
+        # Before the digest, which reads all weights.
+        address = _host_store(options, config.peers)
         with plan.memory.explained():
-            cache = plan.make_cache()  # before the digest, which reads all weights
+            cache = plan.make_cache()
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
@@ -132,11 +134,6 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         with plan.memory.explained():
             executor = chosen.load(config, loader, cache)
         loader.finish()
-    peers, address = config.peers, ""
-    if peers is not None and options.ranks.rank == 0:
-        address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
-        if options.rendezvous_name is not None:
-            address = f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
     return LoadedModel(
         capability=Capability(
             device=describe_device(device),
@@ -155,8 +152,19 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         cache=cache,
         device=device,
         memory=plan.memory,
-        peers=peers,
+        peers=config.peers,
     )
+
+
+def _host_store(options: RunnerOptions, peers: Peers | None) -> str:
+    """Where the other ranks of the first one come; empty for any other. Raises
+    RendezvousUnavailable."""
+    if peers is None or options.ranks.rank != 0:
+        return ""
+    address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
+    if options.rendezvous_name is None:
+        return address
+    return f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
 
 
 def check_load(options: RunnerOptions, config: Mapping[str, Any] | None = None) -> LoadPlan:
