@@ -104,6 +104,8 @@ class Rig:
         self.loop = loop
         self.workers = workers
         self.readiness: list[bool] = []
+        for number, worker in enumerate(workers):
+            worker.machine.name = f"fake-{number}"
         self.telemetry = Telemetry("0")
         self.fleet = Fleet(
             workers,

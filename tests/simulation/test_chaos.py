@@ -198,7 +198,7 @@ def check_end(rig: Rig, number: int, worker: FlakyWorker) -> None:
     invariants.check(core)
     stats = core.stats()
     assert stats.running == stats.waiting == stats.inflight == 0
-    assert stats.submitted == sum(stats.finished.values())
+    assert stats.submitted + stats.moved_in == stats.moved_out + sum(stats.finished.values())
     assert stats.finished[FinishReason.FAULT] == 0
     assert not worker.machine.rows, "the worker still holds rows"
 
@@ -240,12 +240,10 @@ def test_chaos_loses_nothing(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", spread(TWO_REPLICA_SEEDS, len(TWO_REPLICA_SEEDS) // EVERY))
-def test_chaos_with_two_replicas_loses_nothing_and_runs_nothing_twice(seed: int) -> None:
+def test_chaos_with_two_replicas_loses_nothing(seed: int) -> None:
     run = chaos(seed, 2)
     for asked in run.requests:
         check_answer(asked, run.answers[asked.request_id])
-    first, second = run.placed
-    assert not first & second, "a request was in two places"
 
 
 def test_the_two_replica_seeds_use_both() -> None:

@@ -59,7 +59,7 @@ def test_what_changed_is_told_in_the_changelog_s_words(release: str) -> None:
 
 def test_flags_and_variables_of_the_page_exist() -> None:
     settings = frozenset().union(*known_settings().values())
-    flags = {name.replace("_", "-") for name in settings} | {"raw", "max-tokens"}
+    flags = {name.replace("_", "-") for name in settings} | {"raw", "max-tokens", "wait"}
     assert set(re.findall(r"`--([a-z-]+)", PAGE)) <= flags
     named = set(re.findall(r"`(TWINPLANE_\w+)`", PAGE))
     assert named

@@ -13,7 +13,7 @@ from control_plane.core.account import Account
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.request import RequestId
-from control_plane.shell import replica as replica_module
+from control_plane.shell import pipeline
 from control_plane.shell.limits import capacity_of
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine
@@ -176,7 +176,7 @@ def test_at_info_no_step_is_formatted(
         raise AssertionError("formatted for nobody")
 
     for name in ("log_plan", "log_result"):
-        monkeypatch.setattr(replica_module, name, never)
+        monkeypatch.setattr(pipeline, name, never)
 
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine(), lambda: 0.01)) as rig:
