@@ -24,6 +24,11 @@ class UpWorker:
     variables: Mapping[str, str]
 
 
+def worker_count(config: WorkerConfig) -> int:
+    """How many workers there are: one for each rank of each replica."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size * config.data_parallel_size
+
+
 def replicas_of(
     namespace: argparse.Namespace,
     environ: Mapping[str, str],
@@ -35,7 +40,7 @@ def replicas_of(
     Several workers share the cores of this machine, and each sees one of its GPUs.
     """
     ranks = config.tensor_parallel_size * config.pipeline_parallel_size
-    count = ranks * config.data_parallel_size
+    count = worker_count(config)
     if count == 1:
         return [[_worker("worker", folder / _ONLY, namespace, {})]]
     workers = [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from twinplane.cli import planes
+from twinplane.cli import doctor, planes
 from twinplane.cli.up_workers import UpWorker, replicas_of
 from twinplane.settings.worker import WorkerConfig
 
@@ -87,3 +87,15 @@ def test_what_up_decides_is_no_flag_of_it(name: str, capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         workers(f"--{name}=1")
     assert "is set by `twinplane up` itself" in capsys.readouterr().err
+
+
+def test_the_doctor_looks_at_the_first_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(
+        doctor.checks, "check_worker", lambda options: asked.append(list(options)) or []
+    )
+    doctor.main(["--json", "--simulate", *sized(2, 2, 2)])
+    doctor.main(["--json", "--simulate"])
+    several, one = asked
+    assert {"--rank=0", "--data-parallel-rank=0", "--local-world-size=8"} <= set(several)
+    assert not [option for option in one if "rank" in option or "world" in option]
