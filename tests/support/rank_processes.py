@@ -91,7 +91,7 @@ class Replica:
     def load(
         cls, ranks: Sequence[Rank], folder: Path, tensor: int, pipeline: int, **changes: Any
     ) -> Replica:
-        """Loads the folder on tensor · pipeline of the ranks, and joins them."""
+        """Loads the folder on tensor · pipeline of the ranks; they meet with `join` or `reset`."""
         members = ranks[: tensor * pipeline]
         for index, rank in enumerate(members):
             place = coordinates(index, tensor, pipeline)
@@ -99,9 +99,7 @@ class Replica:
             rank.begin("load", replace(options, progress=print_nothing))
         addresses = [rank.end() for rank in members]
         answering = coordinates(0, tensor, pipeline).answering_rank
-        replica = cls(members, answering, addresses[0])
-        replica.join()
-        return replica
+        return cls(members, answering, addresses[0])
 
     def join(self) -> None:
         """A new epoch with a new group."""
@@ -122,8 +120,8 @@ class Replica:
         return self.memory_pools()[0]
 
     def reset(self) -> None:
-        for rank in self.ranks:
-            rank.call("reset")
+        """A group lasts for one epoch, so this begins another."""
+        self.join()
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self._everywhere("step", plan))
