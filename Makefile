@@ -26,13 +26,16 @@ BENCHES ?= all
 REVISION ?=
 # What the newest releases of others could break, without torch: the wire, the client, the control
 # plane, the simulated worker.
-NEWEST_TESTS := tests/contract tests/unit/worker_facade/test_worker_*.py \
+NEWEST_TESTS := tests/contract tests/integration/test_worker_process.py \
+  tests/unit/worker_facade/test_worker_*.py \
   $(addprefix tests/unit/control_rpc/test_,control_server.py inference_edge.py worker_client.py worker_convert.py) \
   $(wildcard tests/unit/twinplane/test_client_*.py tests/unit/twinplane/test_grpc_*.py)
+# What starts planes, or takes long, is elsewhere or marked slow; of large matrices a part is run.
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
+QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu' --durations=8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -92,8 +95,11 @@ exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
 	$(BIN)/python -m tests.mutation $(ARGS)
 
+firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes
+	$(BIN)/python -m tests.first_day $(ARGS)
+
 check: lint  ## what to run before a commit: static checks and the quick tests
-	$(BIN)/python -m pytest -m 'not slow and not model and not gpu' $(QUICK_TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)
 
 lint: $(STUBS) breaking  ## format, style, types, import contracts, protos
 	$(BIN)/ruff format --check .

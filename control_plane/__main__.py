@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv,
         os.environ,
         prog="twinplane control",
-        description="The control plane: serves clients and schedules a worker.",
+        description="Run the control plane alone. It serves clients and schedules one worker.",
+        examples=("twinplane control --worker 127.0.0.1:50061",),
         table="control",
         known=known_settings(),
     )

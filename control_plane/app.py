@@ -31,10 +31,11 @@ from control_plane.rpc.server import (
     inference_service,
 )
 from control_plane.rpc.workers import worker_at
-from control_plane.shell.fleet import Fleet, away_seconds
+from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.successor import ArithmeticChange
+from control_plane.shell.workers import serving_worker
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
@@ -185,7 +186,7 @@ async def _serve(
             clock=time.monotonic,
             new_seed=lambda: rng.getrandbits(64),
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
-            away_seconds=lambda: away_seconds(fleet.replicas),
+            workers=lambda: [serving_worker(replica) for replica in fleet.replicas],
             default_sampling=sampling,
         )
         server = ControlServer(

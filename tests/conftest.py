@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests.support.planes import Planes, running_planes
+from tests.support.quick import QUICK
 from tests.support.tiny_model import write_tiny_model
+
+settings.register_profile(QUICK)
 
 
 @pytest.fixture(scope="session")

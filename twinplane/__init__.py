@@ -23,9 +23,11 @@ if TYPE_CHECKING:
         MessageDict,
         SamplingDefaults,
         ServedModel,
+        ServingWorker,
         TlsCredentials,
         Usage,
         WeightVersion,
+        WorkerState,
     )
     from twinplane.errors import (
         Cancelled,
@@ -69,12 +71,14 @@ __all__ = [
     "RetryPolicy",
     "SamplingDefaults",
     "ServedModel",
+    "ServingWorker",
     "TlsCredentials",
     "TwinplaneError",
     "Unavailable",
     "Usage",
     "Violation",
     "WeightVersion",
+    "WorkerState",
     "WrongServer",
     "__version__",
 ]
@@ -93,9 +97,11 @@ _HOMES = {
         "MessageDict",
         "SamplingDefaults",
         "ServedModel",
+        "ServingWorker",
         "TlsCredentials",
         "Usage",
         "WeightVersion",
+        "WorkerState",
     ),
     "twinplane.errors": (
         "Cancelled",

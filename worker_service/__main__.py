@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         argv,
         os.environ,
         prog="twinplane worker",
-        description="One worker: a device and a model behind gRPC.",
+        description="Run one worker alone: a device and a model, for a control plane.",
+        examples=("twinplane worker --device cpu", "twinplane worker --simulate"),
         table="worker",
         known=known_settings(),
     )

@@ -109,7 +109,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
     if facade.lifecycle.state is not LifecycleState.BROKEN:
         return ""
     failure = "" if loading.cancelled() else loading.result()
-    return failure or "broke: what it had computed could not be cleared after a failure"
+    return failure or f"broke: {facade.broken_by}"
 
 
 async def _start_metrics(
@@ -137,7 +137,8 @@ async def _load(facade: WorkerFacade) -> str:
         return f"could not load: {error}"
     except Exception as error:  # bad model files can raise anything: the worker says why, and ends
         _logger.exception("cannot load")
-        return f"could not load: {type(error).__name__}: {error}".rstrip(": ")
+        text = " ".join(str(error).split())
+        return f"could not load: {type(error).__name__}: {text}".rstrip(": ")
     with suppress(WorkerError):  # it was told to end meanwhile
         if facade.lifecycle.state is LifecycleState.ACTIVE:
             _log_ready(facade, await facade.memory_pool())

@@ -200,6 +200,11 @@ class WorkerFacade:
         capability = self._require_loaded().log.runner.capability()
         return WorkerInfo(capability, self._worker_id, self._incarnation_id, self._claimed_epoch)
 
+    @property
+    def broken_by(self) -> str:
+        """Why no step can ever run again; empty while one can, or before the runner is built."""
+        return "" if self._loaded is None else self._loaded.log.broken_by
+
     async def memory_pool(self) -> MemoryPool:
         """The KV pool as it is between two steps. Raises GroupLost, too."""
         log = self._require_loaded().log
@@ -307,7 +312,7 @@ class WorkerFacade:
     def _settle(self, loaded: _Loaded) -> None:
         """After each piece of work: makes room, and lets the lifecycle follow the log."""
         loaded.room.release()
-        if loaded.log.broken:
+        if loaded.log.broken_by:
             state = LifecycleState.BROKEN
         elif loaded.log.failed:
             state = LifecycleState.FAILED

@@ -7,6 +7,8 @@ LoadError
 ├── KVPoolTooLarge         the machine does not give that much memory
 ├── RanksUnfit             the model can't be split over that many ranks
 ├── RendezvousUnavailable  the ranks of the replica can't meet at that address
+├── OutOfMemory            the machine or device has, or gives, too little for the rest
+├── DeviceFailed           the device is there, and fails
 └── ExecutorUnavailable    no executor, or not the one asked for, can run the model here
 """
 
@@ -41,6 +43,14 @@ class MemoryBudgetTooSmall(LoadError):
 
 class KVPoolTooLarge(LoadError):
     """The host refuses the KV pool's memory."""
+
+
+class OutOfMemory(LoadError):
+    """Weights, rows or a step's buffers do not fit in the memory of the machine or device."""
+
+
+class DeviceFailed(LoadError):
+    """The device can't be used, or is gone."""
 
 
 class ExecutorUnavailable(LoadError):

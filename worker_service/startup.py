@@ -18,14 +18,26 @@ from twinplane.extras import Extra, how_to_get
 from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
+from worker_service.device_errors import one_line
 from worker_service.domain.capability import DataType, Limits, RankCoordinates
 from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
 from worker_service.ranks import RanksInvalid, rendezvous_host, resolve_ranks
 from worker_service.runner.interface import Runner
+from worker_service.runner.memory_plan import (
+    bytes_of_rows,
+    require,
+    require_rows,
+    this_machine,
+)
 from worker_service.runner.options import Quantization, RunnerOptions
-from worker_service.simulated.runner import SimulatedLatency, SimulatedModel, SimulatedRunner
+from worker_service.simulated.runner import (
+    SimulatedLatency,
+    SimulatedModel,
+    SimulatedRunner,
+    simulated_pool_bytes,
+)
 from worker_service.threads import resolve_threads
 
 _DEFAULT_LENGTH = 8_192
@@ -89,10 +101,16 @@ def _ranks(config: WorkerConfig) -> RankCoordinates:
 
 def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
     _import_torch()
-    from worker_service.runner.load import load_runner
+    from worker_service.runner.load import check_load, load_runner
 
     progress("looking for the model")
-    return load_runner(_runner_options(config, models.resolve(config.model), progress))
+    try:
+        folder = models.resolve(config.model, convert=False)
+    except models.NotConverted as unconverted:
+        # What can't be loaded need not be converted, which may take minutes and gigabytes.
+        check_load(_runner_options(config, Path(config.model), progress), unconverted.config)
+        folder = models.resolve(config.model)
+    return load_runner(_runner_options(config, folder, progress))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,15 +187,9 @@ def _import_torch() -> None:
 def _runner_options(
     config: WorkerConfig, folder: Path, progress: Callable[[str], None]
 ) -> RunnerOptions:
-    from worker_service.runner.device import (
-        available_device,
-        default_kv_cache_bytes,
-        open_device,
-    )
+    from worker_service.runner.device import available_device
 
     device = available_device() if config.device == "auto" else config.device
-    open_device(device)  # before it is asked for its memory
-    ranks = _ranks(config)
     return RunnerOptions(
         model_folder=folder,
         model_name=_model_name(config),
@@ -186,10 +198,7 @@ def _runner_options(
         quantization=Quantization(config.quantization),
         kv_data_type=None if config.kv_cache_dtype == "auto" else DataType(config.kv_cache_dtype),
         block_size=config.block_size,
-        kv_cache_bytes=_or_else(
-            config.kv_cache_memory_bytes,
-            lambda: default_kv_cache_bytes(device, folder, config.local_world_size, ranks.size),
-        ),
+        kv_cache_bytes=config.kv_cache_memory_bytes,
         max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS[device]),
         max_step_token_count=_or_else(
             config.max_num_batched_tokens, lambda: DEFAULT_STEP_TOKENS[device]
@@ -200,10 +209,11 @@ def _runner_options(
         thread_count=resolve_threads(config.threads, sharers=config.local_world_size).count,
         random_seed=config.seed,
         progress=progress,
-        ranks=ranks,
+        ranks=_ranks(config),
         rendezvous_host="127.0.0.1" if config.uds else config.host,
         rendezvous_port=config.rendezvous_port,
         rendezvous_name=rendezvous_host(config, os.environ),
+        sharers=config.local_world_size,
     )
 
 
@@ -225,8 +235,16 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         max_sequence_token_count=length,
         max_prompt_token_count=length,
     )
-    ranks, host = _ranks(config), rendezvous_host(config, os.environ)
-    port = config.rendezvous_port or _NOBODYS_PORT
+    host = this_machine()
+    require_rows(bytes_of_rows(limits, config.block_size), host)
+    require(
+        "the simulated KV pool takes",
+        simulated_pool_bytes(config.simulate_block_count, config.block_size),
+        host,
+        "give less by --simulate-block-count or --block-size",
+    )
+    ranks = _ranks(config)
+    address = f"{rendezvous_host(config, os.environ)}:{config.rendezvous_port or _NOBODYS_PORT}"
     model = SimulatedModel(
         name=_model_name(config),
         vocabulary_size=shape.vocabulary_size,
@@ -237,7 +255,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         random_seed=config.seed,
         first_token=shape.first_token,
         ranks=ranks,
-        rendezvous_address="" if ranks.rank or ranks.size == 1 else f"{host}:{port}",
+        rendezvous_address="" if ranks.rank or ranks.size == 1 else address,
     )
     latency = SimulatedLatency(
         step=config.simulate_step_ms / 1e3,
@@ -245,7 +263,13 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         row=config.simulate_row_us / 1e6,
         kilotoken=config.simulate_kilotoken_us / 1e6,
     )
-    return SimulatedRunner(model, latency)
+    try:
+        return SimulatedRunner(model, latency)
+    except MemoryError as error:  # the machine has it, and does not give it
+        raise StartupError(
+            f"this machine gives no memory for the simulation ({one_line(error)}): give less by "
+            "--simulate-block-count, --block-size, --max-num-seqs or --max-model-len"
+        ) from error
 
 
 def _simulated_shape(config: WorkerConfig) -> _Shape:

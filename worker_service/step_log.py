@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from twinplane.process.logs import fields
+from worker_service.device_errors import is_device_lost, is_out_of_memory, one_line
 from worker_service.domain.capability import MemoryPool
 from worker_service.domain.errors import (
     GroupLost,
@@ -109,9 +110,9 @@ class StepLog:
         self._next_step_id = 1
         self._last_collected = 0.0
         self._failed = False
-        self._broken = False
         self._lost: GroupLost | None = None
         """Why nothing runs in this epoch, where other ranks are missing."""
+        self._broken_by = ""
 
     @property
     def failed(self) -> bool:
@@ -120,9 +121,9 @@ class StepLog:
         return self._failed
 
     @property
-    def broken(self) -> bool:
-        """Whether even the runner's reset failed. Safe from any thread."""
-        return self._broken
+    def broken_by(self) -> str:
+        """Why no step can ever run again; empty while one can. Safe from any thread."""
+        return self._broken_by
 
     def begin(self, epoch: int) -> None:
         """Clears the persistent batch for a new epoch. Raises RunnerFailed when that fails."""
@@ -133,7 +134,8 @@ class StepLog:
         try:
             self.runner.reset()
         except Exception as error:  # as in _guard; without a reset the worker can't go on
-            self._failed = self._broken = True
+            self._failed = True
+            self._broken_by = "what it had computed could not be cleared after a failure"
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
@@ -233,7 +235,7 @@ class StepLog:
     def _require_runner(self) -> None:
         if self._lost is not None:
             raise _again(self._lost)
-        if self._failed:
+        if self._failed or self._broken_by:
             raise RunnerFailed("an earlier step of this epoch failed; attach again")
 
     def _require_weights(self, plan: StepPlan) -> None:
@@ -263,8 +265,10 @@ class StepLog:
             raise
         except Exception as error:  # any error of a model ends the epoch, not the process
             self._fail(epoch)
+            if is_device_lost(error):  # only another process can use it again
+                self._broken_by = f"the device failed: {one_line(error)}"
             _logger.exception("step failed", extra=fields(epoch=epoch, step_id=step_id))
-            failed = RunnerFailed(f"step {step_id} failed: {type(error).__name__}")
+            failed = RunnerFailed(f"step {step_id} failed: {_cause(error)}")
             failed.step_id = step_id
             raise failed from error
 
@@ -277,6 +281,17 @@ class StepLog:
 def _again(lost: GroupLost) -> GroupLost:
     """The error for another message: whoever raises it writes the step into it."""
     return GroupLost(str(lost))
+
+
+def _cause(error: Exception) -> str:
+    """The error's kind, and what to do where memory ran out. Its text may hold what nobody may
+    see."""
+    if not is_out_of_memory(error):
+        return type(error).__name__
+    return (
+        f"out of memory ({type(error).__name__}); a worker with less --kv-cache-memory-bytes, "
+        "--max-num-batched-tokens or --max-num-seqs needs less"
+    )
 
 
 def _fingerprint(plan: SamplePlan) -> bytes:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from worker_service.control_groups import groups, read
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +62,7 @@ def _core_count(root: Path, processors: Collection[int]) -> int:
     """Cores behind the processors: those that share a core also share its arithmetic units."""
     folder = root / "sys/devices/system/cpu"
     siblings = {
-        _read(folder / f"cpu{number}/topology/thread_siblings_list") or str(number)
+        read(folder / f"cpu{number}/topology/thread_siblings_list") or str(number)
         for number in processors
     }
     return max(1, len(siblings))
@@ -68,43 +70,18 @@ def _core_count(root: Path, processors: Collection[int]) -> int:
 
 def _cpu_quota(root: Path) -> float | None:
     """CPUs' worth of time that the control groups leave this process; None: no limit."""
-    quotas = [quota for folder in _groups(root) if (quota := _quota_of(folder)) is not None]
+    quotas = [quota for folder in groups(root, "cpu") if (quota := _quota_of(folder)) is not None]
     return min(quotas, default=None)
-
-
-def _groups(root: Path) -> Iterator[Path]:
-    """The folders of this process's control groups and of all above them: each may set a quota.
-
-    Inside a container the listed path may be the host's, where only the mount's top is visible.
-    """
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        names = controllers.split(",")
-        if controllers and "cpu" not in names:
-            continue
-        group = PurePosixPath(path.lstrip("/"))
-        for top in (mount / controllers, mount / "cpu") if controllers else (mount,):
-            yield from (top / above for above in (group, *group.parents) if ".." not in above.parts)
 
 
 def _quota_of(group: Path) -> float | None:
     """The quota of one group, of version 2 (cpu.max) or version 1; None where it sets none."""
-    quota, _, period = _read(group / "cpu.max").partition(" ")
+    quota, _, period = read(group / "cpu.max").partition(" ")
     if not quota:
-        quota = _read(group / "cpu.cfs_quota_us")
-        period = _read(group / "cpu.cfs_period_us")
+        quota = read(group / "cpu.cfs_quota_us")
+        period = read(group / "cpu.cfs_period_us")
     try:
         cpus = float(quota) / float(period)
         return cpus if 0 < cpus < math.inf else None
     except (ValueError, ZeroDivisionError):  # "max", no such file, or an unknown format
         return None
-
-
-def _read(path: Path) -> str:
-    """The file's text without white space around it; empty where it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except (OSError, ValueError):  # not there, not ours to read, or no path at all
-        return ""

@@ -63,6 +63,8 @@ class Counters:
     """Only ever grow; a resync does not reset them."""
 
     submitted: int = 0
+    moved_in: int = 0
+    moved_out: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_prompt_tokens: int = 0
@@ -79,10 +81,11 @@ class Stats:
 
     The KV tokens are slots of the pool by state and add up to it: `kv_active_tokens` in blocks
     that running sequences hold, `kv_cached_tokens` in blocks that only the prefix cache keeps,
-    `kv_free_tokens` in blank blocks. A prompt token counts once, as computed (`prompt_tokens`) or
-    as found in the cache (`cached_prompt_tokens`); computed again after a preemption or the loss of
-    a worker it is one of `recomputed_tokens`, as is a generated token. `generated_tokens` are those
-    that were handed out.
+    `kv_free_tokens` in blank blocks. Sequences come by being `submitted` or `moved_in` from another
+    core, and go by being `finished` or `moved_out`. A prompt token counts once, as computed
+    (`prompt_tokens`) or as found in the cache (`cached_prompt_tokens`); computed again after a
+    preemption, a move or the loss of a worker it is one of `recomputed_tokens`, as is a generated
+    token. `generated_tokens` are those that were handed out.
     """
 
     running: int
@@ -92,6 +95,8 @@ class Stats:
     kv_cached_tokens: int
     kv_free_tokens: int
     submitted: int
+    moved_in: int
+    moved_out: int
     preemptions: int
     prompt_tokens: int
     cached_prompt_tokens: int

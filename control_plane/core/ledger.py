@@ -20,7 +20,7 @@ from control_plane.core.plan import BlockId, Row, WeightVersion
 from control_plane.core.prefix_cache import PrefixCache
 from control_plane.core.ranked_list import RankedList
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
-from control_plane.core.sequence import Sequence, SequenceState, rank_of
+from control_plane.core.sequence import NO_ROW, Sequence, SequenceState, rank_of
 from control_plane.core.story import Story
 
 
@@ -116,7 +116,7 @@ class Ledger:
             request=replace(request, prompt_token_ids=()),
             prompt_count=prompt_count,
             scanner=scanner,
-            rank=rank_of(request, self.counters.submitted, self.config.ageing_seconds),
+            rank=rank_of(request, sequence_id, self.config.ageing_seconds),
             token_ids=array("I", request.prompt_token_ids),
             token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
             cache_root=self.cache.root(request.cache_salt),
@@ -127,6 +127,44 @@ class Ledger:
         self.sequences[sequence_id] = sequence
         self.waiting.add(sequence)
         self.tell(sequence, "submitted")
+
+    def withdraw(self, sequence: Sequence) -> Sequence:
+        """Gives a live sequence away, and frees all it holds. Another ledger takes what it returns.
+
+        Its tokens in flight are lost: whoever takes it computes them again.
+        """
+        departed = sequence.departed()
+        self._leave(sequence)
+        self.counters.moved_out += 1
+        self.tell(sequence, "moved away")
+        return departed
+
+    def adopt(self, sequence: Sequence) -> None:
+        """Takes a sequence that another ledger has withdrawn. It waits, with the rank it had."""
+        self.counters.moved_in += 1
+        self.sequences[sequence.sequence_id] = sequence
+        self.fit(sequence)
+        self.waiting.add(sequence)
+        self.tell(sequence, "moved here")
+
+    def fit(self, sequence: Sequence) -> None:
+        """A sequence comes from another worker: what depends on that one is set anew."""
+        request = sequence.request
+        sequence.rank = rank_of(request, sequence.sequence_id, self.config.ageing_seconds)
+        sequence.token_limit = self.admission.token_limit(
+            sequence.prompt_count, request.stop.max_tokens
+        )
+        sequence.cache_root = self.cache.root(request.cache_salt)
+        sequence.block_hashes.clear()
+
+    def can_start(self, token_count: int, hits: list[BlockId]) -> bool:
+        """Whether a waiting sequence of so many tokens, with these hits, finds its blocks free.
+
+        One more stays free for every running sequence to grow into: with less, it would soon be
+        preempted again.
+        """
+        wanted = -(-token_count // self.config.block_size) - len(hits)
+        return wanted + len(self.running) <= self.pool.free_count - self.pool.count_idle(hits)
 
     def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
         """Gives a waiting sequence a row and its cached prefix."""
@@ -190,20 +228,12 @@ class Ledger:
         detail: str = "",
     ) -> Finish:
         """Frees all that a live sequence holds, at once. Tokens in flight will find it over."""
-        if sequence.state is SequenceState.RUNNING:
-            if reason is FinishReason.FAULT:
-                # What computed an invalid result may have left invalid KV: nobody shall hit it.
-                for block in sequence.blocks:
-                    self.cache.forget(block)
-            else:
-                self.cache.register(sequence)
-            self._vacate(sequence, SequenceState.OVER)
-        else:
-            if self.parked.pop(sequence.sequence_id, None) is None:
-                self.waiting.remove(sequence)
-            sequence.state = SequenceState.OVER
-        del self.sequences[sequence.sequence_id]
-        self.suspects.pop(sequence.sequence_id, None)
+        if reason is FinishReason.FAULT:
+            # What computed an invalid result may have left invalid KV: nobody shall hit it.
+            for block in sequence.blocks:
+                self.cache.forget(block)
+            sequence.registered = len(sequence.blocks)
+        self._leave(sequence)
         self.counters.finished[reason] += 1
         self.tell(sequence, f"over: {reason.value}")
         usage = Usage(
@@ -245,6 +275,18 @@ class Ledger:
 
     def tell(self, sequence: Sequence, event: str) -> None:
         self.story.tell(sequence.sequence_id, self.last_step_id, event)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A live sequence is no longer here; what it computed stays cached."""
+        if sequence.row != NO_ROW:
+            self.cache.register(sequence)
+            self._vacate(sequence, SequenceState.OVER)
+        else:
+            if self.parked.pop(sequence.sequence_id, None) is None:
+                self.waiting.remove(sequence)
+            sequence.state = SequenceState.OVER
+        del self.sequences[sequence.sequence_id]
+        self.suspects.pop(sequence.sequence_id, None)
 
     def _vacate(self, sequence: Sequence, state: SequenceState) -> None:
         """Off the running list, out of its row and blocks; what is cached stays cached."""

@@ -244,13 +244,10 @@ class _Planner:
     def _schedule_waiting(self, now: float) -> None:
         """Starts sequences in order of rank while there are budget, rows and blocks.
 
-        The first that cannot start holds up the rest, else the large would starve. A sequence
-        starts when blocks are free for all its tokens, and one more for every running sequence to
-        grow into: with less, it would soon be preempted again.
+        The first that cannot start holds up the rest, else the large would starve.
         """
         ledger = self.ledger
-        waiting, running, pool = ledger.waiting, ledger.running, ledger.pool
-        block_size, most_added = ledger.config.block_size, ledger.config.max_added_token_count
+        waiting, most_added = ledger.waiting, ledger.config.max_added_token_count
         while self.budget > 0 and waiting and ledger.free_rows:
             sequence = waiting.first
             if sequence.pending:
@@ -258,8 +255,7 @@ class _Planner:
             if self.added and self.added_token_count + len(sequence.token_ids) > most_added:
                 break  # the next plan brings it
             hits = ledger.cache.lookup(sequence)
-            wanted = -(-len(sequence.token_ids) // block_size) - len(hits)
-            if wanted + len(running) > pool.free_count - pool.count_idle(hits):
+            if not ledger.can_start(len(sequence.token_ids), hits):
                 break
             self._start(sequence, hits, now)
 

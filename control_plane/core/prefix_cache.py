@@ -14,10 +14,13 @@ the step's result never comes.
 
 from __future__ import annotations
 
+from array import array
 from hashlib import sha256
 
 from control_plane.core.plan import BlockId
 from control_plane.core.sequence import Sequence
+
+_MOST_COMPARED_BLOCKS = 1024
 
 
 class PrefixCache:
@@ -54,6 +57,27 @@ class PrefixCache:
                 break
             hits.append(block)
         return hits
+
+    def hashes(self, token_ids: array[int], salt: str) -> list[bytes]:
+        """The hashes of a prompt's full blocks, its last token left out, for `count_hits`.
+
+        At most the first _MOST_COMPARED_BLOCKS: what is equal so far is worth finding.
+        """
+        hashes: list[bytes] = []
+        if self._enabled:
+            parent = self.root(salt)
+            count = min((len(token_ids) - 1) // self._block_size, _MOST_COMPARED_BLOCKS)
+            for start in range(0, count * self._block_size, self._block_size):
+                parent = _chained(parent, token_ids[start : start + self._block_size])
+                hashes.append(parent)
+        return hashes
+
+    def count_hits(self, hashes: list[bytes]) -> int:
+        """How many of a prompt's leading blocks are cached."""
+        for count, block_hash in enumerate(hashes):
+            if block_hash not in self._block_of:
+                return count
+        return len(hashes)
 
     def register(self, sequence: Sequence) -> None:
         """Offers the sequence's full, known and computed blocks that were not offered before.
@@ -108,6 +132,9 @@ class PrefixCache:
         for missing in range(len(hashes), index + 1):
             parent = hashes[missing - 1] if missing else sequence.cache_root
             start = missing * self._block_size
-            tokens = sequence.token_ids[start : start + self._block_size].tobytes()
-            hashes.append(sha256(parent + tokens).digest())
+            hashes.append(_chained(parent, sequence.token_ids[start : start + self._block_size]))
         return hashes[index]
+
+
+def _chained(parent: bytes, token_ids: array[int]) -> bytes:
+    return sha256(parent + token_ids.tobytes()).digest()

@@ -21,6 +21,8 @@ class RankedList:
     def __init__(self) -> None:
         self.items: list[Sequence] = []
         """Sorted; for reading only."""
+        self.prompt_token_count = 0
+        """Of all of them."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -30,6 +32,7 @@ class RankedList:
 
     def add(self, sequence: Sequence) -> None:
         insort(self.items, sequence, key=_rank)
+        self.prompt_token_count += sequence.prompt_count
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that is there."""
@@ -37,6 +40,7 @@ class RankedList:
         index = bisect_left(self.items, rank, key=_rank)
         assert self.items[index] is sequence, "not in the list"
         del self.items[index]
+        self.prompt_token_count -= sequence.prompt_count
 
     def reorder(self) -> None:
         """Sorts again, after ranks have changed."""

@@ -10,7 +10,7 @@ from typing import NewType, Protocol
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 """One token stream of a request. The core knows sequences only; whoever adds one names it, and
-never uses a name twice."""
+never uses a name twice. Later sequences have larger numbers."""
 
 
 class OutputKind(Enum):

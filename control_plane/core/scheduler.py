@@ -13,8 +13,8 @@ from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stat
 from control_plane.core.ledger import Ledger
 from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
-from control_plane.core.sequence import rank_of
-from control_plane.core.succession import Obstacle, Successor
+from control_plane.core.sequence import Sequence
+from control_plane.core.succession import Obstacle, Traits
 from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.core.tokens import Tokens
 
@@ -89,6 +89,25 @@ class Scheduler:
         sequence = self._ledger.sequences.get(sequence_id)
         return None if sequence is None else self._ledger.end(sequence, reason)
 
+    # --- other replicas -----------------------------------------------------------------------
+
+    def withdraw(self, sequence_id: SequenceId) -> Sequence:
+        """Gives a live sequence away, for another scheduler to adopt; frees all it held here.
+
+        Its token log goes with it, and its strikes. Its tokens in flight don't.
+        """
+        return self._ledger.withdraw(self._ledger.sequences[sequence_id])
+
+    def adopt(self, sequence: Sequence, *, arithmetic_changed: bool = False) -> None:
+        """Queues a sequence that another scheduler has withdrawn, with the rank it had there.
+
+        The caller knows that it can go on here, and that it is shorter than this worker's length.
+        `arithmetic_changed` as for `resync`.
+        """
+        self._ledger.adopt(sequence)
+        sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0
+        suspicion.meet(self._ledger, sequence)
+
     # --- the worker ---------------------------------------------------------------------------
 
     def next_message(self, now: float) -> Message | None:
@@ -125,9 +144,11 @@ class Scheduler:
         """
         return suspicion.judge(self._ledger, accusation, max_strikes)
 
-    def obstacles(self, successor: Successor) -> dict[SequenceId, Obstacle]:
+    def obstacles(
+        self, before: Traits, after: Traits, *, may_cross: bool
+    ) -> dict[SequenceId, Obstacle]:
         """Which live sequences can't go on with a worker, and why. The caller ends them."""
-        return succession.obstacles(self._ledger, successor)
+        return succession.obstacles(self._ledger, before, after, may_cross=may_cross)
 
     def resync(
         self,
@@ -158,15 +179,8 @@ class Scheduler:
         ledger.lose_worker(keep_kv=keep_kv)
         ledger.attach(config, epoch, weight_version, keep_kv=keep_kv)
         sequences = list(ledger.waiting)
-        for serial, sequence in enumerate(sequences):
-            request = sequence.request
-            sequence.rank = rank_of(request, serial, config.ageing_seconds)
-            sequence.token_limit = ledger.admission.token_limit(
-                sequence.prompt_count, request.stop.max_tokens
-            )
-            if not keep_kv:
-                sequence.cache_root = ledger.cache.root(request.cache_salt)
-                sequence.block_hashes.clear()
+        for sequence in sequences:
+            ledger.fit(sequence)
             sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0
         ledger.waiting.reorder()
         return [
@@ -191,6 +205,8 @@ class Scheduler:
             kv_cached_tokens=pool.idle_count * block_size,
             kv_free_tokens=(pool.free_count - pool.idle_count) * block_size,
             submitted=counters.submitted,
+            moved_in=counters.moved_in,
+            moved_out=counters.moved_out,
             preemptions=counters.preemptions,
             prompt_tokens=counters.prompt_tokens,
             cached_prompt_tokens=counters.cached_prompt_tokens,

@@ -19,6 +19,7 @@ all of them to one rule.
 from __future__ import annotations
 
 from array import array
+from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -179,6 +180,15 @@ class Sequence:
         self.computed = min(self.computed, len(self.token_ids) - 1)
         self.ahead = self.last_step = 0
 
+    def departed(self) -> Sequence:
+        """A copy that waits, for another core. What is in flight finds this one over."""
+        copied = copy(self)
+        copied.vacated(SequenceState.WAITING)
+        copied.lost()
+        copied.block_hashes = []
+        self.state = SequenceState.OVER
+        return copied
+
     def lost(self) -> None:
         """What was in flight will never come; what was allowed still is."""
         self.pending = self.last_step = 0
@@ -186,11 +196,11 @@ class Sequence:
             self.mask, self.sent_mask = self.sent_mask, None
 
 
-def rank_of(request: Request, serial: int, ageing_seconds: float) -> Rank:
-    """Smaller goes first: by priority lowered by the time waited, then arrival, then `serial`.
+def rank_of(request: Request, sequence_id: SequenceId, ageing_seconds: float) -> Rank:
+    """Smaller goes first: by priority lowered by the time waited, then arrival, then its number.
 
     The effective priority at `now` is priority - (now - arrival) / ageing_seconds. All fall at one
     pace, so their order never changes and `now` drops out of it: the order is a constant of each
     request. Nothing starves, because whoever comes late enough ranks behind, whatever its priority.
     """
-    return (request.priority + request.arrival / ageing_seconds, request.arrival, serial)
+    return (request.priority + request.arrival / ageing_seconds, request.arrival, sequence_id)

@@ -1,7 +1,8 @@
-"""Which sequences can't go on when a worker comes back other than it was, and why.
+"""Which sequences can't go on with another worker than they were with, and why.
 
-Everything else goes on: fewer rows, blocks or tokens a step, or blocks of another size, only change
-how it is scheduled.
+The other worker is the one that comes back to a replica, or that of another replica. Everything
+else goes on: fewer rows, blocks or tokens a step, or blocks of another size, only change how it is
+scheduled.
 """
 
 from __future__ import annotations
@@ -26,41 +27,54 @@ class Obstacle(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Successor:
-    """The worker that comes, beside the one that was.
+class Traits:
+    """What of a worker a sequence can notice.
 
-    `max_sequence_token_count` as in SchedulerConfig. `vocabulary_size` is None where the vocabulary
-    did not shrink. `ends_mid_stream`: nothing that has tokens may go on, for this reason.
+    `max_sequence_token_count` as in SchedulerConfig. Equal weights and equal `arithmetic` make
+    equal tokens.
     """
 
+    weight_digest: str
+    arithmetic: str
+    vocabulary_size: int
     max_sequence_token_count: int
-    vocabulary_size: int | None = None
     holds_rows: bool = True
-    ends_mid_stream: Obstacle | None = None
 
 
-def obstacles(ledger: Ledger, successor: Successor) -> dict[SequenceId, Obstacle]:
-    """The live sequences that can't go on with the successor."""
+def obstacles(
+    ledger: Ledger, before: Traits, after: Traits, *, may_cross: bool
+) -> dict[SequenceId, Obstacle]:
+    """The live sequences that can't go on with the worker that comes `after`."""
     found = {}
     for name, sequence in ledger.sequences.items():
-        obstacle = _obstacle(sequence, successor)
+        obstacle = obstacle_of(sequence, before, after, may_cross=may_cross)
         if obstacle is not None:
             found[name] = obstacle
     return found
 
 
-def _obstacle(sequence: Sequence, successor: Successor) -> Obstacle | None:
+def obstacle_of(
+    sequence: Sequence, before: Traits, after: Traits, *, may_cross: bool
+) -> Obstacle | None:
+    """Why a sequence can't go from one worker to another; None: it can.
+
+    `may_cross`: with tokens of its own it may go on with a worker that rounds otherwise.
+    """
     begun = sequence.completion_count > 0
-    if begun and successor.ends_mid_stream is not None:
-        return successor.ends_mid_stream
-    if sequence.holds and not successor.holds_rows:
+    same_vocabulary = after.vocabulary_size == before.vocabulary_size
+    if begun and (after.weight_digest != before.weight_digest or not same_vocabulary):
+        return Obstacle.WEIGHTS
+    if begun and after.arithmetic != before.arithmetic and not may_cross:
+        return Obstacle.ARITHMETIC
+    if sequence.holds and not after.holds_rows:
         return Obstacle.HOLD
-    length = successor.max_sequence_token_count
+    length = after.max_sequence_token_count
     if begun and len(sequence.token_ids) > length:
         return Obstacle.LENGTH
     if not begun and len(sequence.token_ids) >= length:
         return Obstacle.PROMPT_LENGTH
-    size = successor.vocabulary_size
-    if size is not None and max(sequence.token_ids) >= size:
+    if after.vocabulary_size < before.vocabulary_size and (
+        max(sequence.token_ids) >= after.vocabulary_size
+    ):
         return Obstacle.VOCABULARY
     return None

@@ -84,6 +84,12 @@ def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement
     return Judgement(outputs, worker_is_broken)
 
 
+def meet(ledger: Ledger, sequence: Sequence) -> None:
+    """A sequence comes from another worker, and its strikes with it."""
+    if sequence.strikes >= SUSPECT_STRIKES:
+        ledger.suspects[sequence.sequence_id] = sequence
+
+
 def next_suspect(ledger: Ledger) -> Sequence | None:
     """Whose turn it is to run alone; acquits those before it that have made progress.
 

@@ -30,10 +30,15 @@ from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import Attachment, MemoryPool, RankCoordinates, WorkerInfo
 from control_plane.shell.ranks import Rendezvous
+from control_plane.shell.workers import ServingWorker, WorkerState
 from twinplane.common.v1 import types_pb2
+from twinplane.inference.v1 import inference_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+_SERVING_WORKER_NAMES = tuple(
+    field.name for field in fields(ServingWorker) if field.name not in ("state", "away_seconds")
+)
 _FEATURE_PREFIX = "FEATURE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
 _ROW_FAULT_KIND_PREFIX = "ROW_FAULT_KIND_"
@@ -205,6 +210,17 @@ def default_sampling_to_pb(sampling: SamplingParams) -> types_pb2.SamplingParame
     """Copies fields by name; the seed stays unset."""
     values = {name: getattr(sampling, name) for name in _SAMPLING_NAMES}
     return types_pb2.SamplingParameters(**values)
+
+
+def serving_worker_to_pb(worker: ServingWorker) -> inference_pb2.ServingWorker:
+    """A worker as ListModels tells of it."""
+    message = inference_pb2.ServingWorker(
+        state=f"WORKER_STATE_{worker.state.name}",
+        **{name: getattr(worker, name) for name in _SERVING_WORKER_NAMES},
+    )
+    if worker.state is WorkerState.AWAY:
+        message.away.FromNanoseconds(round(worker.away_seconds * 1e9))
+    return message
 
 
 def _scheduled_to_pb(scheduled: ScheduledRows) -> step_pb2.ScheduledRows:

@@ -21,7 +21,7 @@ from control_plane.core.request import (
     SamplingParams,
     StopConditions,
 )
-from control_plane.rpc.convert import default_sampling_to_pb
+from control_plane.rpc.convert import default_sampling_to_pb, serving_worker_to_pb
 from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
 from control_plane.rpc.request_log import begin_generation
 from control_plane.rpc.turns import Turns
@@ -45,6 +45,7 @@ from control_plane.rpc.validation import (
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
 from control_plane.shell.stream import Delta, TokenStream
+from control_plane.shell.workers import ServingWorker, away_seconds
 from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
 from twinplane.common.v1 import types_pb2
@@ -65,8 +66,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The clients' RPCs. It needs StatusInterceptor in front of it.
 
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
-    an id for a request without one. `away_seconds` says for how long a worker that was attached has
-    been away; 0 where none is. `default_sampling` holds for what a request leaves unset.
+    an id for a request without one. `workers` returns the engine's, as they are now.
+    `default_sampling` holds for what a request leaves unset.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         clock: Clock,
         new_seed: Callable[[], int],
         new_request_id: Callable[[], str],
-        away_seconds: Callable[[], float] = lambda: 0.0,
+        workers: Callable[[], Sequence[ServingWorker]] = tuple,
         default_sampling: SamplingParams = CONTRACT_DEFAULTS,
     ) -> None:
         self._engine = engine
@@ -85,7 +86,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._clock = clock
         self._new_seed = new_seed
         self._new_request_id = new_request_id
-        self._away_seconds = away_seconds
+        self._workers = workers
         self._default_sampling = default_sampling
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
@@ -215,7 +216,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         check_empty(request)
         model = self._engine.served_model()
         models = [] if model is None else [await self._served_model(model)]
-        return inference_pb2.ListModelsResponse(models=models)
+        workers = map(serving_worker_to_pb, self._workers())
+        return inference_pb2.ListModelsResponse(models=models, workers=workers)
 
     async def _encode(self, prompt: Prompt, *, add_special_tokens: bool = True) -> Sequence[int]:
         try:
@@ -232,7 +234,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest([Violation(prompt.field, str(error))]) from error
 
     def _model(self, name: str) -> ServedModel:
-        return check_model(name, self._engine.served_model(), self._away_seconds())
+        served = self._engine.served_model()
+        return check_model(name, served, 0.0 if served else away_seconds(self._workers()))
 
     def _core_request(
         self,

@@ -1,26 +1,23 @@
 """The clients' engine over all replicas: which request runs where, and where its tokens go.
 
-Admission, placement, readiness, drain, and the end of what can't go on are decided here. The fleet
-has the only register of what runs: a request's sequences by its id, and each sequence's replica and
-stream. A replica delivers by sequence id.
+Admission, placement, readiness and drain are decided here. register.py knows what runs, roster.py
+which replicas there are, and moves.py moves sequences between them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 
-from control_plane.core.account import Account
 from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
-from control_plane.core.events import Finish, FinishReason, SequenceOutput
-from control_plane.core.placement import Load, order
+from control_plane.core.events import FinishReason
+from control_plane.core.fleet import places
 from control_plane.core.request import Request, RequestId, SequenceId
-from control_plane.core.tokens import Tokens
 from control_plane.shell.engine import (
     DuplicateRequest,
     EngineDraining,
@@ -28,10 +25,13 @@ from control_plane.shell.engine import (
     EngineLost,
     ServedModel,
 )
-from control_plane.shell.ports import Clock, Metrics, Worker
+from control_plane.shell.moves import Mover
+from control_plane.shell.ports import Clock, Metrics, Worker, WorkerInfo
+from control_plane.shell.register import SequenceRegister
 from control_plane.shell.replica import Replica, ReplicaSettings
+from control_plane.shell.roster import Roster
 from control_plane.shell.stream import TokenStream
-from control_plane.shell.successor import FailureKind
+from control_plane.shell.successor import ArithmeticChange
 from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
@@ -40,30 +40,6 @@ _RECONNECT_SECONDS = 1.0
 """How long a drain waits for a lost worker: a broken connection is whole again by then, a new life
 of the worker is not to be expected while everything stops."""
 _LOOK_SECONDS = 0.1
-
-
-@dataclass(slots=True, eq=False)
-class _Sequence:
-    """A sequence that is not over."""
-
-    request_id: RequestId
-    replica: Replica
-    stream: TokenStream
-    arrival: float
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-
-    def account(self, finish: Finish, now: float) -> Account:
-        """What it has cost. It ended at `now`."""
-        started_at = now if finish.started_at is None else finish.started_at
-        first_at = self.first_token_at
-        return Account(
-            reason=finish.reason,
-            usage=finish.usage,
-            queue_seconds=started_at - self.arrival,
-            first_token_seconds=None if first_at is None else first_at - self.arrival,
-            seconds=now - self.arrival,
-        )
 
 
 class Fleet:
@@ -85,7 +61,8 @@ class Fleet:
         on_readiness: Callable[[bool], None],
         served_model_name: str | None = None,
     ) -> None:
-        assert workers, "a fleet without workers"
+        self._settings = settings
+        self._jitter = jitter
         self._clock = clock
         self._metrics = metrics
         self._on_readiness = on_readiness
@@ -93,26 +70,21 @@ class Fleet:
         self._accepting = True
         self._was_ready = False
         self._sequence_ids = map(SequenceId, count(1))
-        self._sequences: dict[SequenceId, _Sequence] = {}
-        self._requests: dict[RequestId, list[SequenceId]] = {}
-        """The sequences of each request that are not over; never an empty list."""
+        self.register = SequenceRegister(clock, metrics)
         self._reserved_count = 0
         """Places of requests that are on their way."""
-        self._empty = asyncio.Event()
-        self._empty.set()
-        self.replicas = [
-            Replica(
-                number, worker, settings, clock=clock, jitter=jitter, metrics=metrics, listener=self
-            )
-            for number, worker in enumerate(workers)
-        ]
+        self.roster = Roster(self._tell_readiness)
+        may_cross = settings.arithmetic_change is ArithmeticChange.CONTINUE
+        self._mover = Mover(self.roster, self.register.moved, may_cross=may_cross)
+        for worker in workers:
+            self.join(worker)
 
     # --- the client edge ----------------------------------------------------------------------
 
     def served_model(self) -> ServedModel | None:
         """The model that answers; a worker lost only shortly ago still counts.
 
-        Its length and its vocabulary are what every replica that answers has.
+        Its length is what the longest replica holds: whoever needs it goes there.
         """
         attached_first = sorted(self.replicas, key=lambda replica: not replica.attached)
         models = [m for replica in attached_first if (m := replica.model()) is not None]
@@ -121,7 +93,7 @@ class Fleet:
         return replace(
             models[0],
             name=self._served_model_name or models[0].name,
-            max_sequence_token_count=min(model.max_sequence_token_count for model in models),
+            max_sequence_token_count=max(model.max_sequence_token_count for model in models),
             vocabulary_size=min(model.vocabulary_size for model in models),
         )
 
@@ -129,9 +101,9 @@ class Fleet:
         """See Engine."""
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
-        loads = self._loads()
-        if loads and sum(load.room for load in loads) <= self._reserved_count:
-            seconds = min(load.retry_after for load in loads)
+        cores = [member.core for member in self.roster.members() if member.takes_new]
+        if cores and sum(core.room for core in cores) <= self._reserved_count:
+            seconds = min(core.retry_after(self._clock()) for core in cores)
             raise QueueFull("as many requests run and wait as may", seconds)
 
     def reserve(self) -> Callable[[], None]:
@@ -144,25 +116,15 @@ class Fleet:
         """Queues a request. Raises QueueFull, RequestTooLong or an EngineError."""
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
-        if request.request_id in self._requests:
+        if request.request_id in self.register.requests:
             raise DuplicateRequest(f"request {request.request_id!r} is not finished")
         sequence_id = next(self._sequence_ids)
         replica = self._place(sequence_id, request, stream)
-        self._sequences[sequence_id] = _Sequence(
-            request.request_id, replica, stream, request.arrival
-        )
-        self._requests[request.request_id] = [sequence_id]
-        self._empty.clear()
+        self.register.add(sequence_id, request, replica, stream)
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
         """Ends a request, and frees what it holds; False if it is not running."""
-        sequence_ids = list(self._requests.get(request_id, ()))
-        for sequence_id in sequence_ids:
-            sequence = self._sequences[sequence_id]
-            finish = sequence.replica.finish(sequence_id, reason)
-            sequence.stream.push(Tokens([]), finish)
-            self._forget(sequence_id, finish, self._clock())
-        return bool(sequence_ids)
+        return self.register.finish(request_id, reason)
 
     @property
     def ready(self) -> bool:
@@ -171,23 +133,39 @@ class Fleet:
 
     # --- the composition root -----------------------------------------------------------------
 
+    def join(self, worker: Worker) -> Replica:
+        """Adds a replica for a worker. It runs as long as the fleet does, or until it leaves."""
+        return self.roster.add(
+            lambda number: Replica(
+                number,
+                worker,
+                self._settings,
+                clock=self._clock,
+                jitter=self._jitter,
+                metrics=self._metrics,
+                register=self.register,
+                listener=self,
+            )
+        )
+
+    def leave(self, replica: Replica) -> None:
+        """A replica takes nothing more, and goes when its sequences have gone or ended."""
+        replica.leave()
+        self._mover.evacuate(replica)
+        self._tell_readiness()
+
     async def run(self) -> None:
         """Runs all replicas, until cancelled.
 
         Never returns by itself. Raises what is a bug of ours; all streams have failed then.
         """
-        tasks = [asyncio.create_task(replica.run()) for replica in self.replicas]
         try:
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
+            await self.roster.run()
         finally:
             why = EngineLost if self._accepting else EngineDraining
             self._stop_accepting()
-            self._fail(list(self._sequences), why, "the engine has stopped")
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            self.register.fail_all(why, "the engine has stopped")
+            self._mover.stop()
 
     async def drain(self, grace: float) -> None:
         """Accepts nothing more, gives what runs `grace` seconds, then fails the rest.
@@ -195,112 +173,66 @@ class Fleet:
         What has lost its worker fails long before: nobody will execute it.
         """
         self._stop_accepting()
-        _logger.info("draining", extra=fields(request_count=len(self._requests)))
+        _logger.info("draining", extra=fields(request_count=len(self.register.requests)))
         try:
             async with asyncio.timeout(grace):
-                while not self._empty.is_set():
+                while not self.register.empty.is_set():
                     self._fail_without_worker()
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(self._empty.wait(), _LOOK_SECONDS)
+                        await asyncio.wait_for(self.register.empty.wait(), _LOOK_SECONDS)
         except TimeoutError:
             _logger.warning(
-                "requests outlived the drain", extra=fields(request_count=len(self._requests))
+                "requests outlived the drain",
+                extra=fields(request_count=len(self.register.requests)),
             )
-            self._fail(list(self._sequences), EngineDraining, "the server has shut down")
+            self.register.fail_all(EngineDraining, "the server has shut down")
 
     # --- what replicas tell -------------------------------------------------------------------
 
-    def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
-        """Hands each sequence's tokens, and its end if it is there, to its stream."""
-        sequences = self._sequences
-        for output in outputs:
-            sequence = sequences[output.sequence_id]
-            tokens = output.tokens
-            token_count = len(tokens.ids)
-            if token_count:
-                last = sequence.last_token_at
-                if last is None:
-                    sequence.first_token_at = now
-                    self._metrics.first_token(now - sequence.arrival)
-                else:
-                    self._metrics.token_gap((now - last) / token_count, token_count)
-                sequence.last_token_at = now
-            sequence.stream.push(tokens, output.finish)
-            if output.finish is not None:
-                self._forget(output.sequence_id, output.finish, now)
-
-    def fail(
-        self,
-        replica: Replica,
-        why: str,
-        *,
-        only: Collection[SequenceId] | None = None,
-        kind: FailureKind = EngineLost,
-    ) -> None:
-        """Fails a replica's sequences, or some of them."""
-        failing = [
-            sequence_id
-            for sequence_id, sequence in self._sequences.items()
-            if sequence.replica is replica and (only is None or sequence_id in only)
-        ]
-        self._fail(failing, kind, why)
-
     def changed(self, replica: Replica) -> None:
         """A replica's worker was attached or lost."""
+        self._mover.changed(replica)
         self._tell_readiness()
+
+    def took_turn(self, replica: Replica) -> None:
+        """A replica has taken results: who waits may go where a place is free."""
+        self._mover.relieve(replica)
+
+    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
+        """See ReplicaListener."""
+        return self.roster.objection(replica, info)
 
     # --- registers ----------------------------------------------------------------------------
 
-    def _loads(self) -> list[Load]:
-        """Of the replicas that can take sequences."""
-        return [load for replica in self.replicas if (load := replica.load()) is not None]
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them, whether their workers are there or not."""
+        return self.roster.replicas
 
     def _give_back(self) -> None:
         self._reserved_count -= 1
 
     def _place(self, sequence_id: SequenceId, request: Request, stream: TokenStream) -> Replica:
-        """Adds a sequence to the first replica, in order of load, that takes it."""
-        loads = self._loads()
+        """Adds a sequence to the first replica, best first, that takes it."""
         refusal: Exception = EngineLost("no worker is attached")
-        for place, number in enumerate(order(loads)):
+        for attempt, member in enumerate(places(self.roster.members(), request)):
+            replica = self.roster.numbered(member.number)
             try:
-                self.replicas[number].add(sequence_id, request, stream.scanner)
+                replica.add(sequence_id, request, stream.scanner)
             except (QueueFull, RequestTooLong, EngineError) as error:
-                if place == 0:
+                if attempt == 0:
                     refusal = error
             else:
-                return self.replicas[number]
+                return replica
         raise refusal
-
-    def _fail(self, sequence_ids: Iterable[SequenceId], kind: FailureKind, message: str) -> None:
-        for sequence_id in sequence_ids:
-            sequence = self._sequences[sequence_id]
-            sequence.stream.fail(kind(message))
-            finish = sequence.replica.finish(sequence_id, FinishReason.FAULT)
-            self._forget(sequence_id, finish, self._clock())
 
     def _fail_without_worker(self) -> None:
         """Fails, in a drain, what waits for a worker that is lost."""
-        failing = [
-            sequence_id
-            for sequence_id, sequence in self._sequences.items()
-            if sequence.replica.lost_seconds >= _RECONNECT_SECONDS
-        ]
-        if failing:
-            _logger.warning("requests have no worker", extra=fields(request_count=len(failing)))
-            self._fail(failing, EngineDraining, "the server shuts down and has no worker")
-
-    def _forget(self, sequence_id: SequenceId, finish: Finish, now: float) -> None:
-        """A sequence is over: says what it has cost, to its stream and to the metrics."""
-        sequence = self._sequences.pop(sequence_id)
-        sequence.stream.account = account = sequence.account(finish, now)
-        self._metrics.sequence_ended(account)
-        siblings = self._requests[sequence.request_id]
-        siblings.remove(sequence_id)
-        if not siblings:
-            del self._requests[sequence.request_id]
-        if not self._requests:
-            self._empty.set()
+        count = self.register.fail_lost(
+            _RECONNECT_SECONDS, EngineDraining, "the server shuts down and has no worker"
+        )
+        if count:
+            _logger.warning("requests have no worker", extra=fields(request_count=count))
 
     def _stop_accepting(self) -> None:
         self._accepting = False
@@ -311,10 +243,3 @@ class Fleet:
         if ready is not self._was_ready:
             self._was_ready = ready
             self._on_readiness(ready)
-
-
-def away_seconds(replicas: Sequence[Replica]) -> float:
-    """For how long every worker that came has been away; 0 where one is here, or none ever came."""
-    if any(replica.attached for replica in replicas):
-        return 0.0
-    return min((lost for replica in replicas if (lost := replica.lost_seconds)), default=0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.shell.ports import MemoryPool, WorkerInfo, WorkerUnusable
@@ -95,6 +95,27 @@ def capacity_of(config: SchedulerConfig) -> Capacity:
         max_sequence_count=config.max_sequence_count,
         full_length_sequence_count=min(
             config.usable_block_count // blocks_each, config.max_sequence_count
+        ),
+    )
+
+
+def log_attached(
+    replica: int, info: WorkerInfo, capacity: Capacity, sequence_count: int, *, kv_kept: bool
+) -> None:
+    """Says that a worker was claimed, and what it can hold. `sequence_count`: who goes on there."""
+    _logger.info(
+        "worker attached",
+        extra=fields(
+            replica=replica,
+            worker_id=info.worker_id,
+            incarnation_id=info.incarnation_id,
+            epoch=info.epoch,
+            model=info.model_name,
+            device=info.device,
+            weight_version=info.weight_version.digest[:12],
+            sequence_count=sequence_count,
+            kv_kept=kv_kept,
+            **asdict(capacity),
         ),
     )
 

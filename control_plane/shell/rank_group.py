@@ -29,9 +29,7 @@ T = TypeVar("T")
 
 _JOIN_SECONDS = 10.0
 _OTHER_CAUSE_SECONDS = 0.5
-"""How long a refusal that follows from another rank's end waits for that end to be heard of."""
-_FOLLOWING = (RefusalReason.GROUP_LOST, RefusalReason.RUNNER_FAILED)
-
+"""How long a rank that misses another one waits for that one's end to be heard of."""
 _WorkerError = WorkerLost | WorkerRefused | WorkerUnusable
 
 
@@ -159,7 +157,7 @@ def _weight(error: BaseException) -> int:
     """The order in which errors are told: bugs of ours, then causes, then what follows from
     them."""
     match error:
-        case WorkerRefused(reason=reason) if reason in _FOLLOWING:
+        case WorkerRefused(reason=RefusalReason.GROUP_LOST):
             return 2
         case WorkerLost() | WorkerRefused() | WorkerUnusable():
             return 1

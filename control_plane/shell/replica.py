@@ -1,24 +1,22 @@
-"""One replica: the loop that runs a core against its worker.
+"""One replica: a core and its claim on a worker.
 
-Each turn of the loop: take results, update the core, deliver the tokens, schedule, send. Async
-scheduling is the same loop with one more plan in flight. When the worker is lost, the loop claims
-it again under a larger epoch and the core adds every sequence again: clients see a pause.
-A replica knows sequences, not requests and not clients, and no transport: gRPC and sockets stay
-behind the Worker port.
+When the worker is lost, it is claimed again under a larger epoch and the core adds every sequence
+again: clients see a pause. What another replica can take does not wait for that; the fleet moves
+it. A replica knows sequences, not requests and not clients, and no transport: gRPC and sockets stay
+behind the Worker port. The steps of a claim are pipeline.py's.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Collection, Coroutine
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from control_plane.core import invariants
 from control_plane.core.claim import (
     Claim,
+    ClaimEnd,
     ClaimPolicy,
     ClaimState,
     EndKind,
@@ -28,37 +26,41 @@ from control_plane.core.claim import (
 )
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
-from control_plane.core.placement import Load
-from control_plane.core.plan import StepPlan, StepResult
+from control_plane.core.fleet import Member, MemberState
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
+from control_plane.core.succession import Traits
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.limits import (
+    Capacity,
     ClampLog,
     SchedulingSettings,
     capacity_of,
     clamps,
+    log_attached,
     scheduler_config,
 )
 from control_plane.shell.patience import in_patience
+from control_plane.shell.pipeline import Pipeline
 from control_plane.shell.ports import (
     HELD_SAMPLING,
     Attachment,
     Clock,
     Metrics,
     Worker,
+    WorkerInfo,
     WorkerLost,
     WorkerRefused,
     WorkerUnusable,
 )
-from control_plane.shell.step_lines import log_plan, log_result
 from control_plane.shell.successor import (
     FAILURES,
     ArithmeticChange,
     FailureKind,
-    successor_of,
+    tell_arithmetic,
+    traits_of,
     unfit,
 )
 from twinplane.process.logs import fields
@@ -83,8 +85,8 @@ class ReplicaSettings:
     check_invariants: bool = False
 
 
-class ReplicaListener(Protocol):
-    """Whom a replica tells what has happened to it and to its sequences."""
+class Register(Protocol):
+    """Who knows the streams of a replica's sequences."""
 
     def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
         """These sequences got tokens, or ended."""
@@ -104,8 +106,20 @@ class ReplicaListener(Protocol):
         """
         ...
 
+
+class ReplicaListener(Protocol):
+    """Whom a replica tells what concerns the others."""
+
+    def took_turn(self, replica: Replica) -> None:
+        """It has taken results, and has not planned the next step."""
+        ...
+
     def changed(self, replica: Replica) -> None:
         """Its worker was attached or lost."""
+        ...
+
+    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
+        """Why this worker can't serve beside those that do; None: it can."""
         ...
 
 
@@ -125,6 +139,7 @@ class Replica:
         clock: Clock,
         jitter: Jitter,
         metrics: Metrics,
+        register: Register,
         listener: ReplicaListener,
     ) -> None:
         self.number = number
@@ -132,18 +147,30 @@ class Replica:
         self._settings = settings
         self._clock = clock
         self._metrics = metrics.replica(number, self.stats)
+        self._register = register
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
         self._heartbeat = Heartbeat(worker, settings.claim.silence_limit)
+        self._pipeline = Pipeline(
+            number,
+            worker,
+            self._heartbeat,
+            deliver=register.deliver,
+            took_turn=lambda: listener.took_turn(self),
+            clock=clock,
+            metrics=self._metrics,
+            check_invariants=settings.check_invariants,
+        )
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
-        self._attachment: Attachment | None = None
+        self._traits: Traits | None = None
+        self.attachment: Attachment | None = None
         """The last one: that of now, or the one that was lost."""
+        self.capacity: Capacity | None = None
+        """What that one can hold."""
         self._only_disconnected = False
         """Nothing but the connection ended the last claim."""
-        self._inbox: deque[StepResult | Exception] = deque()
-        self._wake = asyncio.Event()
-        self._planning_seconds = 0.0
+        self._is_leaving = False
         self._clamps = ClampLog(number)
 
     @property
@@ -160,14 +187,26 @@ class Replica:
         """The worker's model; None before the first claim and once the worker is gone."""
         return self._model if self._can_queue() else None
 
-    def load(self) -> Load | None:
-        """How full it is; None while it can't take sequences."""
-        if self._core is None or not self._can_queue():
+    @property
+    def state(self) -> MemberState:
+        """Where it is in its life."""
+        if self._is_leaving:
+            return MemberState.DRAINING
+        match self._claim.state(self._clock()):
+            case ClaimState.NEVER_ATTACHED:
+                return MemberState.JOINING
+            case ClaimState.ATTACHED:
+                return MemberState.ATTACHED
+            case ClaimState.LOST:
+                return MemberState.LOST
+            case ClaimState.GONE:
+                return MemberState.GONE
+
+    def member(self) -> Member | None:
+        """How it looks to the fleet; None before its first worker."""
+        if self._core is None or self._traits is None:
             return None
-        stats = self._core.stats()
-        free = stats.kv_free_tokens + stats.kv_cached_tokens
-        retry_after = self._core.retry_after(self._clock())
-        return Load(self.number, self.attached, stats.waiting, free, self._core.room, retry_after)
+        return Member(self.number, self._core, self._traits, self.state)
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
@@ -180,96 +219,55 @@ class Replica:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
         if self._core is None or self._model is None or not self._can_queue():
             raise EngineLost("no worker is attached")
-        assert self._attachment is not None
+        assert self.attachment is not None
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if (
-            request.output is OutputKind.HOLD
-            and HELD_SAMPLING not in self._attachment.info.features
-        ):
+        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self.attachment.info.features:
             raise EngineLost("the worker can't hold a row until its mask is known")
         self._core.add(sequence_id, request, scanner)
-        self._wake.set()
+        self._pipeline.wake()
 
     def finish(self, sequence_id: SequenceId, reason: FinishReason) -> Finish:
         """Ends a sequence that runs or waits here, and frees what it holds."""
         finish = self._scheduler().finish(sequence_id, reason)
         assert finish is not None, "finished twice, or not a sequence of this replica"
-        self._wake.set()
+        self._pipeline.wake()
         return finish
 
+    def give(self, sequence_id: SequenceId, other: Replica) -> None:
+        """Moves a sequence to another replica, which can take it. Its token log goes, no KV."""
+        assert self._traits is not None and other._traits is not None
+        crosses = self._traits.arithmetic != other._traits.arithmetic
+        sequence = self._scheduler().withdraw(sequence_id)
+        other._scheduler().adopt(sequence, arithmetic_changed=crosses)
+        self._pipeline.wake()
+        other._pipeline.wake()
+
+    def leave(self) -> None:
+        """Takes nothing more, and ends `run` once it has no sequence left. Idempotent."""
+        self._is_leaving = True
+        self._pipeline.wake()
+
     async def run(self) -> None:
-        """Claims the worker and executes steps, until cancelled. Raises what is a bug of ours."""
+        """Claims the worker and executes steps, until it has left or is cancelled.
+
+        Raises what is a bug of ours.
+        """
         try:
-            while True:
+            while self._goes_on():
                 try:
                     await self._attach()
-                    await self._execute()
+                    await self._pipeline.run(self._scheduler(), self._goes_on)
+                    self._claim.ended(ClaimEnd(EndKind.DRAINING, "left"), self._clock())
+                    self._metrics.worker_lost()
+                    _logger.info("worker let go", extra=fields(replica=self.number))
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
                     await self._worker.detach()
-                await self._in_patience(asyncio.sleep(verdict.retry_after))
+                    await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
             await self._worker.detach()
-
-    # --- the loop -----------------------------------------------------------------------------
-
-    async def _execute(self) -> None:
-        reader = asyncio.create_task(self._read_results())
-        try:
-            await self._heartbeat.watched(self._run_steps())
-        finally:
-            reader.cancel()
-            await asyncio.wait([reader])
-
-    async def _run_steps(self) -> None:
-        while True:
-            await self._send_messages()
-            await self._wake.wait()
-            self._wake.clear()
-            self._take_results()
-
-    async def _read_results(self) -> None:
-        """Puts results, and what ended them, into the inbox; what is in flight bounds it."""
-        try:
-            while True:
-                self._inbox.append(await self._worker.receive())
-                self._heartbeat.heard()
-                self._wake.set()
-        except Exception as error:  # raised again by the loop, which knows what it means
-            self._inbox.append(error)
-            self._wake.set()
-
-    async def _send_messages(self) -> None:
-        core = self._scheduler()
-        while True:
-            started = self._clock()
-            message = core.next_message(started)
-            self._planning_seconds += self._clock() - started
-            if message is None:
-                break
-            if isinstance(message, StepPlan) and message.scheduled.rows:
-                self._metrics.step_planned(sum(message.scheduled.token_counts))
-                if _logger.isEnabledFor(logging.DEBUG):
-                    log_plan(self.number, message, core.stats())
-            await self._worker.send(message)
-        if self._settings.check_invariants and not core.has_work:
-            invariants.check(core)
-
-    def _take_results(self) -> None:
-        while self._inbox:
-            event = self._inbox.popleft()
-            if isinstance(event, Exception):
-                raise event
-            now = self._clock()
-            outputs = self._scheduler().update(event)
-            self._listener.deliver(outputs, now)
-            control_seconds = self._planning_seconds + self._clock() - now
-            self._planning_seconds = 0.0
-            self._metrics.step_finished(event.executed_seconds, control_seconds)
-            if _logger.isEnabledFor(logging.DEBUG):
-                log_result(self.number, event, outputs, control_seconds)
 
     # --- the claim ----------------------------------------------------------------------------
 
@@ -277,7 +275,7 @@ class Replica:
         attachment = await self._in_patience(self._worker.attach())
         resumed = self._core is not None
         kv_kept = self._adopt(attachment)
-        self._inbox.clear()
+        assert self.capacity is not None
         self._claim.attached(self._clock())
         info = attachment.info
         self._metrics.worker_attached(
@@ -287,21 +285,8 @@ class Replica:
             resumed=resumed,
             kv_kept=kv_kept,
         )
-        _logger.info(
-            "worker attached",
-            extra=fields(
-                replica=self.number,
-                worker_id=info.worker_id,
-                incarnation_id=info.incarnation_id,
-                epoch=info.epoch,
-                model=info.model_name,
-                device=info.device,
-                weight_version=info.weight_version.digest[:12],
-                sequence_count=_sequence_count(self.stats()),
-                kv_kept=kv_kept,
-                **asdict(capacity_of(self._scheduler().ledger.config)),
-            ),
-        )
+        count = _sequence_count(self.stats())
+        log_attached(self.number, info, self.capacity, count, kv_kept=kv_kept)
         self._listener.changed(self)
 
     def _adopt(self, attachment: Attachment) -> bool:
@@ -311,9 +296,12 @@ class Replica:
         """
         info = attachment.info
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
+        if (objection := self._listener.objection(self, info)) is not None:
+            raise WorkerUnusable(objection)
         self._clamps.tell(clamps(self._settings.scheduling, config))
-        before, last = self._model, self._attachment
-        self._attachment = attachment
+        before, last = self._traits, self.attachment
+        self.attachment, self.capacity = attachment, capacity_of(config)
+        self._traits = traits_of(config, info)
         self._model = ServedModel(
             name=info.model_name,
             max_sequence_token_count=config.max_sequence_token_count,
@@ -323,10 +311,11 @@ class Replica:
         if self._core is None or before is None or last is None:
             self._core = Scheduler(config, info.epoch, info.weight_version)
             return False
-        successor = successor_of(config, info, last.info, self._settings.arithmetic_change)
-        for obstacle, ids in unfit(self._core, successor, self.number):
+        may_cross = tell_arithmetic(last.info, info, self._settings.arithmetic_change)
+        found = self._core.obstacles(before, self._traits, may_cross=may_cross)
+        for obstacle, ids in unfit(found, self.number):
             kind = FAILURES.get(obstacle, EngineLost)
-            self._listener.fail(self, obstacle.value, only=ids, kind=kind)
+            self._register.fail(self, obstacle.value, only=ids, kind=kind)
         kv_kept = self._only_disconnected and attachment.has_kv_of(last)
         outputs = self._core.resync(
             config,
@@ -335,7 +324,7 @@ class Replica:
             keep_kv=kv_kept,
             arithmetic_changed=info.arithmetic != last.info.arithmetic,
         )
-        self._listener.deliver(outputs, self._clock())
+        self._register.deliver(outputs, self._clock())
         return kv_kept
 
     def _end_claim(self, error: ClaimError) -> Verdict:
@@ -352,9 +341,9 @@ class Replica:
         if verdict.accuses_inflight:
             most = self._settings.claim.max_failed_claims
             judgement = end_guilty(self._scheduler(), error, most, self.number)
-            self._listener.deliver(judgement.convicted, self._clock())
+            self._register.deliver(judgement.convicted, self._clock())
             if judgement.worker_is_broken:
-                self._listener.fail(self, "the worker fails on every request")
+                self._register.fail(self, "the worker fails on every request")
         return verdict
 
     async def _in_patience(self, waiting: Coroutine[Any, Any, T]) -> T:
@@ -370,12 +359,18 @@ class Replica:
                         lost_seconds=round(self.lost_seconds, 1),
                     ),
                 )
-            self._listener.fail(self, "the worker is gone")
+            self._register.fail(self, "the worker is gone")
 
         return await in_patience(waiting, self._claim.patience_left(self._clock()), give_up)
 
+    def _goes_on(self) -> bool:
+        """Whether there is anything to do, now or later."""
+        return not (self._is_leaving and (self._core is None or not self._core.has_work))
+
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
+        if self._is_leaving:
+            return False
         state = self._claim.state(self._clock())
         return state in (ClaimState.ATTACHED, ClaimState.LOST)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from enum import StrEnum
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import RequestTooLong
 from control_plane.core.request import SequenceId
-from control_plane.core.scheduler import Scheduler
-from control_plane.core.succession import Obstacle, Successor
+from control_plane.core.succession import Obstacle, Traits
 from control_plane.shell.engine import EngineError, VocabularyMismatch
 from control_plane.shell.ports import HELD_SAMPLING, WorkerInfo
 from twinplane.process.logs import fields
@@ -34,10 +34,19 @@ class ArithmeticChange(StrEnum):
     """They go on, and their ends tell of it."""
 
 
-def successor_of(
-    config: SchedulerConfig, info: WorkerInfo, before: WorkerInfo, on_change: ArithmeticChange
-) -> Successor:
-    """How the worker `info` differs from `before`. `config` are the limits with it."""
+def traits_of(config: SchedulerConfig, info: WorkerInfo) -> Traits:
+    """What of a worker its sequences can notice. `config` are the limits with it."""
+    return Traits(
+        weight_digest=info.weight_version.digest,
+        arithmetic=info.arithmetic,
+        vocabulary_size=info.vocabulary_size,
+        max_sequence_token_count=config.max_sequence_token_count,
+        holds_rows=HELD_SAMPLING in info.features,
+    )
+
+
+def tell_arithmetic(before: WorkerInfo, info: WorkerInfo, on_change: ArithmeticChange) -> bool:
+    """Whether sequences with tokens may go on though the arithmetic changed. Logs a change."""
     if info.arithmetic != before.arithmetic:
         _logger.warning(
             "the worker came back with other arithmetic",
@@ -45,26 +54,13 @@ def successor_of(
                 before=before.arithmetic, now=info.arithmetic, arithmetic_change=on_change
             ),
         )
-    ends_mid_stream: Obstacle | None = None
-    same_vocabulary = info.vocabulary_size == before.vocabulary_size
-    if info.weight_version.digest != before.weight_version.digest or not same_vocabulary:
-        ends_mid_stream = Obstacle.WEIGHTS
-    elif info.arithmetic != before.arithmetic and on_change is ArithmeticChange.END:
-        ends_mid_stream = Obstacle.ARITHMETIC
-    shrank = info.vocabulary_size < before.vocabulary_size
-    return Successor(
-        max_sequence_token_count=config.max_sequence_token_count,
-        vocabulary_size=info.vocabulary_size if shrank else None,
-        holds_rows=HELD_SAMPLING in info.features,
-        ends_mid_stream=ends_mid_stream,
-    )
+    return on_change is ArithmeticChange.CONTINUE
 
 
 def unfit(
-    core: Scheduler, successor: Successor, replica: int
+    found: Mapping[SequenceId, Obstacle], replica: int
 ) -> list[tuple[Obstacle, set[SequenceId]]]:
-    """The sequences that can't go on with the successor, by what is in their way."""
-    found = core.obstacles(successor)
+    """The sequences that can't go on with the worker that came, by what is in their way."""
     groups = []
     for obstacle in Obstacle:
         if ids := {name for name, own in found.items() if own is obstacle}:

@@ -14,7 +14,7 @@ from twinplane.models import DEFAULT_MODEL, SMOLLM2_135M_INSTRUCT
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 
 QUESTION = "What is the capital of France?"
-SEEDS = range(10)
+SEEDS = range(20)
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +43,9 @@ def test_what_is_unset_is_the_catalogue_s(planes: Planes) -> None:
             min_p=defaults.min_p,
         ).result()
     assert named.token_ids == unset[3].token_ids
-    # From all tokens at temperature 1, less than half of them know it, among word salad.
-    assert sum("Paris" in answer.text for answer in unset) >= 6
+    # Each newcomer asks once, with a seed of the server's. With top_p 0.9 three in five know it.
+    wrong = [answer.text for answer in unset if "Paris" not in answer.text]
+    assert not wrong, wrong
 
 
 def test_the_likeliest_answer_of_every_command(planes: Planes) -> None:

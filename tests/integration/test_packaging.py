@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from readme_renderer import markdown
 
 import twinplane
 from hatch_build import readme_for_an_index
@@ -146,19 +147,29 @@ def test_the_wheel_says_what_it_is(unpacked: Path) -> None:
     assert not control & set(NOT_IN_THE_CONTROL_INSTALL)
 
 
+def test_an_index_takes_both_packages(source: Path, wheel: Path, tmp_path: Path) -> None:
+    build(source, tmp_path, "sdist")
+    (archive,) = tmp_path.glob("*.tar.gz")
+    done = subprocess.run(
+        [sys.executable, "-m", "twine", "--no-color", "check", "--strict", wheel, archive],
+        capture_output=True, text=True, timeout=120, env=plane_environment(HOME=str(tmp_path)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("PASSED") == 2
+
+
 def test_the_readme_is_whole_on_an_index(unpacked: Path) -> None:
     """An index shows it alone: a link into the repository would lead nowhere."""
     folder = unpacked / f"twinplane-{twinplane.__version__}.dist-info"
     metadata = Parser().parsestr((folder / "METADATA").read_text())
     assert metadata["Description-Content-Type"] == "text/markdown"
-    text = metadata.get_payload()
-    prose = "".join(re.split(r"^```.*?^```$", text, flags=re.S | re.M))
-    targets = re.findall(r"\]\(([^)]*)\)", prose)
-    assert [target for target in targets if not target.startswith("https://")] == []
-    assert not re.search(r"<(a|img)\b", prose)
+    page = markdown.render(metadata.get_payload())
+    assert page is not None
+    targets = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert [t for t in targets if not t.startswith(("https://", "#user-content-"))] == []
     shown = (ROOT / "README.md").read_text()
-    fences = r"^```.*?^```$"
-    assert re.findall(fences, text, re.S | re.M) == re.findall(fences, shown, re.S | re.M)
+    assert page.count("<pre") == len(re.findall(r"^```\w*$", shown, re.M)) / 2
+    assert page.count("<table") == len(re.findall(r"^\|[-| ]+\|$", shown, re.M)) > 0
 
 
 @pytest.mark.parametrize(

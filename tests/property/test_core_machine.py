@@ -33,6 +33,7 @@ from control_plane.core.request import (
 from control_plane.core.tokens import Tokens
 from tests.support.checking_worker import END
 from tests.support.core_harness import Harness, Pair
+from tests.support.quick import examples
 
 
 def config_of(  # a pool that holds one sequence of the greatest length and little more
@@ -219,7 +220,7 @@ class CoreMachine(RuleBasedStateMachine):
 
 TestCoreMachine = CoreMachine.TestCase
 TestCoreMachine.settings = settings(
-    max_examples=400, stateful_step_count=40, deadline=None, report_multiple_bugs=False
+    max_examples=examples(400), stateful_step_count=40, deadline=None, report_multiple_bugs=False
 )
 
 
@@ -273,7 +274,7 @@ def disturb(harness: Harness, chance: random.Random) -> None:
         harness.reconnect(chance.randint(0, 3))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_a_crowd_gets_what_each_would_get_alone(seed: int) -> None:
     run_crowd(seed)

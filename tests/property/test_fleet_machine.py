@@ -1,5 +1,6 @@
 """Two replicas behind one fleet, in any order of events: requests come and leave, workers break,
-die, hide, are claimed by others, and refuse what is poisoned. Real cores and claims, virtual time.
+die, hide, are claimed by others, and refuse what is poisoned; what one loses goes on at the other.
+Real cores and claims, virtual time.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.simulation.fake_worker import Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running
 from tests.simulation.virtual_time import VirtualLoop
+from tests.support.quick import examples
 
 STEP_SECONDS = 0.01
 LONGEST = 32
@@ -37,8 +39,6 @@ prompts = st.sampled_from([(2,), (3, 4), (5, 6, 7, 8, 9), (5, 6, 7, 8, 10, 11)])
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """`owner` has each request's replica from the moment it is placed."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rig: Rig
@@ -47,7 +47,6 @@ class FleetMachine(RuleBasedStateMachine):
         self.over = asyncio.Event()
         self.requests: dict[str, Request] = {}
         self.answers: dict[str, Answer] = {}
-        self.owner: dict[str, int] = {}
         self.poison: dict[int, int] = {}
 
     @initialize(rows=st.tuples(st.integers(1, 3), st.integers(1, 3)), synchronous=st.booleans())
@@ -94,9 +93,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.answers[name] = self.rig.submit(asked)
         grown = [self.rig.stats(number).submitted - before[number] for number in (0, 1)]
         assert sorted(grown) == [0, 1], "a request goes to one place"
-        self.owner[name] = grown.index(1)
         attached = [replica.attached for replica in self.rig.fleet.replicas]
-        assert attached[self.owner[name]] or not any(attached), (
+        assert attached[grown.index(1)] or not any(attached), (
             "where no worker is, though one is elsewhere"
         )
 
@@ -161,7 +159,10 @@ class FleetMachine(RuleBasedStateMachine):
             core = self.rig.core(number)
             invariants.check(core)
             held += [(number, names[sequence_id]) for sequence_id in core.ledger.sequences]
-        assert sorted(held) == sorted((self.owner[name], name) for name in live)
+        assert sorted(name for _, name in held) == sorted(live), "lost, or in two places"
+        for name in live:
+            replica = self.rig.fleet.register.replica_of(RequestId(name))
+            assert (replica.number, name) in held, "the register names another place"
 
     @invariant()
     def nobody_gets_a_wrong_token(self) -> None:
@@ -171,11 +172,18 @@ class FleetMachine(RuleBasedStateMachine):
             assert answer.tokens == right
 
     @invariant()
-    def no_worker_is_given_what_another_has(self) -> None:
-        for number, worker in enumerate(getattr(self, "workers", [])):
-            for plan in worker.machine.executed_plans:
-                for added in plan.added:
-                    assert self.owner[f"r{added.seed - 1}"] == number
+    def no_replica_is_idle_while_a_sequence_waits(self) -> None:
+        """Once everything has had a moment. What can't start for want of blocks may wait."""
+        if not self.requests or not all(worker.reachable for worker in self.workers):
+            return
+        self.wait(0.5)
+        members = self.rig.fleet.roster.members()
+        for own in members:
+            busy = any(sequence.pending for sequence in own.core.ledger.waiting)
+            if own.core.ledger.sequences or not own.has_free_place or busy:
+                continue
+            for other in members:
+                assert not other.core.ledger.waiting, "idle, while another has a queue"
 
     def teardown(self) -> None:
         try:
@@ -216,12 +224,15 @@ class FleetMachine(RuleBasedStateMachine):
         return bool(self._live()) or any(core.has_work for core in cores)
 
     def _live(self) -> list[str]:
-        return [name for name in self.requests if RequestId(name) in self.rig.fleet._requests]
+        running = self.rig.fleet.register.requests
+        return [name for name in self.requests if RequestId(name) in running]
 
     async def _serve(self, chosen: ReplicaSettings) -> None:
         async with running(self.loop, self.workers, chosen) as self.rig:
             await self.over.wait()
 
 
-FleetMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+FleetMachine.TestCase.settings = settings(
+    max_examples=examples(250), stateful_step_count=40, deadline=None
+)
 TestFleetMachine = FleetMachine.TestCase

@@ -60,6 +60,7 @@ class Machine:
     `digest` stands for its weights: other weights give other tokens only by name.
     """
 
+    name: str = "fake"
     max_sequence_count: int = 4
     max_step_token_count: int = 16
     max_sequence_token_count: int = 64
@@ -102,8 +103,8 @@ class Machine:
         self.last_step = 0
         self._plans.rows.clear()
         info = WorkerInfo(
-            worker_id="fake",
-            incarnation_id=str(self.incarnation),
+            worker_id=self.name,
+            incarnation_id=f"{self.name}.{self.incarnation}",
             epoch=epoch,
             model_name="fake",
             vocabulary_size=self.vocabulary_size,

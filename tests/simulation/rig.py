@@ -17,6 +17,7 @@ from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TextSink, TokenStream
+from control_plane.shell.workers import ServingWorker, serving_worker
 from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.virtual_time import VirtualLoop
 
@@ -103,6 +104,8 @@ class Rig:
         self.loop = loop
         self.workers = workers
         self.readiness: list[bool] = []
+        for number, worker in enumerate(workers):
+            worker.machine.name = f"fake-{number}"
         self.telemetry = Telemetry("0")
         self.fleet = Fleet(
             workers,
@@ -129,6 +132,10 @@ class Rig:
     async def settled(self, *answers: Answer) -> None:
         """Waits until each of them has ended."""
         await until(lambda: all(answer.end_count for answer in answers))
+
+    def serving(self) -> list[ServingWorker]:
+        """What ListModels tells of each worker."""
+        return [serving_worker(replica) for replica in self.fleet.replicas]
 
     def stats(self, number: int = 0) -> Stats:
         """A replica's counts."""

@@ -25,6 +25,7 @@ from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.simulation.rig import Answer, read, request, until
 from tests.support.provoked_runner import ProvokedRunner
+from tests.support.quick import spread
 from tests.support.wire import Wire
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import RowFault, RowFaultKind, StepPlan
@@ -120,8 +121,8 @@ async def alone() -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-@pytest.mark.parametrize("block_count", [200, 20])
-@pytest.mark.parametrize("budget", [None, 7])
+@pytest.mark.parametrize("block_count", spread([20, 200], 1))
+@pytest.mark.parametrize("budget", spread([7, None], 1))
 async def test_in_process_tokens_do_not_depend_on_the_schedule(
     async_scheduling: bool, block_count: int, budget: int | None
 ) -> None:

@@ -18,6 +18,7 @@ from tests.simulation.fake_worker import VOCABULARY, Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
+from tests.support.quick import spread
 
 LONGEST = 64
 MAX_CLAIMS = 5
@@ -72,7 +73,7 @@ def check(
 
 
 @every_effect
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", spread(range(12), 3))
 def test_the_poisoned_end_and_the_others_go_on(seed: int, effect: Effect) -> None:
     rng = random.Random(f"{seed} {effect}")
     asked = draw_requests(rng, rng.randrange(1, 9))

@@ -14,9 +14,11 @@ from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import WorkerLost, WorkerRefused, WorkerUnusable
+from control_plane.shell.rank_group import RankGroupWorker
 from control_plane.shell.ranks import Rendezvous
 from tests.simulation.test_loopback import PROMPTS, alone, driven, generate
 from tests.support.rank_rig import MODEL, Ranks, RankServer, place, ranks
+from tests.support.wire import Wire
 from worker_service.domain.plan import StepPlan, StepResult
 from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.simulated.runner import SimulatedLatency, SimulatedRunner
@@ -127,6 +129,27 @@ async def test_a_rival_of_one_rank_alone_is_overtaken() -> None:
         assert await asyncio.wait_for(task, SECONDS) == expected
         epochs = {server.facade.worker_info().epoch for server in replica.servers}
         assert epochs == {10}
+
+
+async def test_a_reset_connection_of_one_rank_keeps_the_kv_of_all() -> None:
+    expected = await alone()
+    async with (
+        ranks(2, 1, latency=SLOW) as replica,
+        Wire(replica.servers[1].port) as wire,
+    ):
+        addresses = (replica.servers[0].address, f"127.0.0.1:{wire.port}")
+        worker = RankGroupWorker(
+            [GrpcWorker(address, controller_id="test") for address in addresses],
+            new_key=iter("abcdefgh").__next__,
+        )
+        async with driven(worker, SchedulingSettings()) as fleet:
+            task = asyncio.create_task(generate(fleet, list(PROMPTS)))
+            await until(lambda: generated(fleet) >= 40)
+            wire.reset()
+            assert await asyncio.wait_for(task, SECONDS) == expected
+            assert {server.facade.worker_info().epoch for server in replica.servers} == {2}
+            stats = fleet.replicas[0].stats()
+            assert stats is not None and stats.recomputed_tokens <= 4 * (8 + 1) + 2 * 32
 
 
 async def test_a_rank_that_is_not_there_yet_is_waited_for() -> None:

@@ -106,13 +106,21 @@ def test_each_change_ends_only_what_it_must(
 
 
 @pytest.mark.parametrize("chosen", [END, CONTINUE], ids=["end", "continue"])
-def test_other_arithmetic_is_told(chosen: ReplicaSettings) -> None:
-    """Whoever goes on behind tokens of another worker is told; whoever had none need not be."""
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("compiled", "torch"), ("", "compiled"), ("compiled", "")],
+    ids=["other", "from 0.2.0", "back to 0.2.0"],
+)
+def test_other_arithmetic_is_told(chosen: ReplicaSettings, before: str, after: str) -> None:
+    """Whoever goes on behind tokens of another worker is told; whoever had none need not be.
+
+    Workers of 0.2.0 do not name theirs: docs/upgrades.md says in which order to exchange planes.
+    """
 
     async def main(loop: VirtualLoop) -> None:
-        worker = FakeWorker(Machine(max_sequence_count=1, arithmetic="compiled"), lambda: 0.01)
+        worker = FakeWorker(Machine(max_sequence_count=1, arithmetic=before), lambda: 0.01)
         async with running(loop, worker, chosen) as rig:
-            first, second = await begun_and_waiting(rig, worker, SHORT, arithmetic="torch")
+            first, second = await begun_and_waiting(rig, worker, SHORT, arithmetic=after)
             if chosen is END:
                 assert isinstance(first.error, EngineLost) and "arithmetic" in str(first.error)
             else:

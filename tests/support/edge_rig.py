@@ -22,6 +22,7 @@ from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.shell.engine import ServedModel
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.workers import ServingWorker
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import ChatRenderer, TextLimits, TextProcessor
 from control_plane.text.template_pool import TemplatePool
@@ -121,6 +122,7 @@ class Edge:
     text_model: TextModel
     door: EngineDoor
     servicer: InferenceServicer
+    workers: list[ServingWorker]
 
     async def wait_counted(self, count: int = 1) -> None:
         """Until that many calls have ended on the server."""
@@ -149,6 +151,7 @@ async def running_edge(
         counted.set()
 
     names = iter(range(1, 1_000_000))
+    workers: list[ServingWorker] = []
     if renderer is None and text_model.template is not None:
         renderer = TemplatePool(text_model.template, limits.rendering, now=datetime.now)
     text = TextProcessor(text_model, limits, renderer)
@@ -158,6 +161,7 @@ async def running_edge(
         clock=lambda: 12.5,
         new_seed=lambda: 7,
         new_request_id=lambda: f"made-{next(names)}",
+        workers=lambda: workers,
         default_sampling=default_sampling,
     )
     server = grpc.aio.server(
@@ -170,7 +174,7 @@ async def running_edge(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Edge(engine, stub, port, calls, counted, text_model, door, servicer)
+            yield Edge(engine, stub, port, calls, counted, text_model, door, servicer, workers)
     finally:
         await server.stop(0)
         text.close()

@@ -82,6 +82,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
     health: deque[int | Fail] = field(default_factory=deque)
     """Answers to health checks of the service; the last one stays. Empty: it has no health."""
     supports_chat: bool = True
+    workers: list[pb.ServingWorker] = field(default_factory=list)
     unready: int = 0
     """How often ListModels is answered before there is a model."""
     default_sampling: types_pb2.SamplingParameters | None = field(
@@ -151,7 +152,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         self._note(request, context)
         if self.unready > 0:
             self.unready -= 1
-            return pb.ListModelsResponse()
+            return pb.ListModelsResponse(workers=self.workers)
         model = pb.ServedModel(
             name="m",
             max_sequence_token_count=64,
@@ -161,7 +162,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServiceServicer):
         )
         model.weight_version.generation = 1
         model.weight_version.digest = "ab"
-        return pb.ListModelsResponse(models=[model])
+        return pb.ListModelsResponse(models=[model], workers=self.workers)
 
     def _note(self, request: Message, context: grpc.ServicerContext) -> None:
         self.requests.append(request)

@@ -70,6 +70,16 @@ class Ranks:
         os.kill(pids[-1], signal.SIGKILL)
         self._wait(lambda: len(self._pids[name]) > len(pids))
 
+    def freeze(self, number: int, seconds: float) -> None:
+        """SIGSTOP, and SIGCONT after so long."""
+        with self._moved:
+            pid = self._pids[f"worker {number}"][-1]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            threading.Event().wait(seconds)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
     def _wait(self, condition: object) -> None:
         assert callable(condition)
         with self._moved:
@@ -98,10 +108,17 @@ def running(folder: Path, workers: int, *flags: str) -> Iterator[Ranks]:
         made.close()
 
 
-class Streams:
-    """Generations side by side, each in a thread of its own."""
+Prompt = str | Sequence[int]
 
-    def __init__(self, address: str, prompts: Sequence[str], token_count: int) -> None:
+
+class Streams:
+    """Generations side by side, each in a thread of its own: all greedy or, with `seeded`, every
+    other one sampled."""
+
+    def __init__(
+        self, address: str, prompts: Sequence[Prompt], token_count: int, *, seeded: bool = True
+    ) -> None:
+        self._seeded = seeded
         self._counts = [0] * len(prompts)
         self._moved = threading.Condition()
         self._tokens: list[list[int]] = [[] for _ in prompts]
@@ -113,12 +130,11 @@ class Streams:
         for thread in self._threads:
             thread.start()
 
-    def _run(self, number: int, address: str, prompt: str, token_count: int) -> None:
+    def _run(self, number: int, address: str, prompt: Prompt, token_count: int) -> None:
         try:
             with Client(address) as client:
-                sampled = (
-                    {"temperature": 0.8, "seed": number} if number % 2 else {"temperature": 0.0}
-                )
+                draws = self._seeded and number % 2
+                sampled = {"temperature": 0.8, "seed": number} if draws else {"temperature": 0.0}
                 for delta in client.generate(
                     prompt, max_tokens=token_count, ignore_eos=True, **sampled
                 ):

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
+import subprocess
+import sys
+import time
 import tomllib
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.support.planes import ROOT
+from tests.support.planes import ROOT, Planes
+from twinplane.cli.model import command_line
 from twinplane.grpc.health import LIVENESS, READINESS
 from twinplane.settings import resolution
 from twinplane.settings.control import ControlConfig
@@ -170,6 +174,32 @@ def test_the_images_install_what_ci_tests_for_a_user_who_may_write() -> None:
     assert torch.removesuffix("+cpu") in pins.splitlines()
     assert f"TORCH={torch.removesuffix('+cpu')}`" in DOCKERFILE
     assert "torch" not in stage("control")
+
+
+def test_the_health_check_of_compose_is_readiness(simulated_planes: Planes) -> None:
+    """The container's own command, asked of a control plane whose worker is there and then away."""
+    kind, python, *arguments = SERVICES["control"]["healthcheck"]["test"]
+    assert (kind, python) == ("CMD", "python")
+    here = re.search(r":(\d+)/", simulated_planes.metrics_url)
+    assert here is not None
+    arguments = [word.replace(f":{ControlConfig().metrics_port}/", here[0]) for word in arguments]
+
+    def code() -> int:
+        command = [sys.executable, *arguments]
+        return subprocess.run(command, capture_output=True, timeout=60).returncode
+
+    assert code() == 0
+    simulated_planes.worker.stop()
+    deadline = time.monotonic() + 60
+    while code() == 0:
+        assert time.monotonic() < deadline, "its worker is away"
+
+
+def test_the_model_s_container_pulls_it() -> None:
+    twinplane, command, *arguments = SERVICES["model"]["entrypoint"]
+    assert (twinplane, command) == ("twinplane", "model")
+    namespace = command_line().parse_args([*arguments, *as_given(SERVICES["model"]["command"])])
+    assert (namespace.command, namespace.name) == ("pull", ControlConfig().model)
 
 
 def test_nothing_names_more_than_one_worker() -> None:

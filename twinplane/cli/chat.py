@@ -24,6 +24,7 @@ from twinplane.cli.served import served_model, tell_waiting
 from twinplane.cli.word_wrap import WordWrap
 from twinplane.errors import InvalidRequest, TwinplaneError
 from twinplane.paths import expand
+from twinplane.settings.command_parser import CommandParser, complete_as_path
 from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
@@ -32,11 +33,15 @@ if TYPE_CHECKING:
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane chat",
+    parser = CommandParser(
+        "twinplane chat",
+        "Ask a model one question, or talk to it. /help lists what can be typed.",
         usage="%(prog)s [QUESTION|-] [options]",
-        description="Ask a model one question, or talk to it. /help lists what can be typed.",
-        allow_abbrev=False,
+        examples=(
+            'twinplane chat "What is the capital of France?"',
+            "twinplane chat --system 'Answer in one sentence.' --temperature 0",
+            "twinplane chat - < question.txt",
+        ),
     )
     parser.add_argument(
         "question", nargs="?", help="answer this and leave; -: all of standard input"
@@ -47,10 +52,11 @@ def command_line() -> argparse.ArgumentParser:
         action="store_true",
         help="forget the oldest turns when the context is full",
     )
-    parser.add_argument(
+    history = parser.add_argument(
         "--history", metavar="FILE", help="keep what is typed in this file (default: not kept)"
     )
-    add_request_flags(parser, max_tokens=1024)
+    complete_as_path(history)
+    add_request_flags(parser, max_tokens=1024, conversation=True)
     return parser
 
 

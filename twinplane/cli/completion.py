@@ -15,6 +15,7 @@ from typing import Any
 
 from twinplane import __version__, cli
 from twinplane.settings import resolution as settings
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.hints import parse
 from twinplane.settings.worker import WorkerConfig
@@ -27,14 +28,16 @@ _FILE = "config"
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane completion",
-        description="Print a script for a shell that completes commands and flags.",
-        epilog="bash: twinplane completion bash > ~/.local/share/bash-completion/completions/"
-        "twinplane; zsh: twinplane completion zsh > a folder of $fpath/_twinplane",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane completion",
+        "Print a script with which a shell completes commands, flags and files.",
+        usage="%(prog)s {bash,zsh}",
+        examples=(
+            "source <(twinplane completion bash)",
+            'twinplane completion zsh > "${fpath[1]}/_twinplane"',
+        ),
     )
-    parser.add_argument("shell", choices=_SHELLS, help="the shell that will read it")
+    parser.add_argument("shell", choices=_SHELLS, help="write the script for this shell")
     return parser
 
 
@@ -63,7 +66,7 @@ def whole_command_line(files: Mapping[str, str]) -> argparse.ArgumentParser:
 
 
 def _of_plane(name: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
+    parser = CommandParser(name, "", has_settings=True)
     settings.add_arguments(parser, _PLANES[name])
     return parser
 
@@ -71,8 +74,11 @@ def _of_plane(name: str) -> argparse.ArgumentParser:
 def _complete_values(parser: argparse.ArgumentParser, files: Mapping[str, str]) -> None:
     """Says which values a setting can have: settings check their own, so argparse does not know.
 
-    Commands that take settings have --config.
+    Commands that take settings have --config. Other commands mark their paths.
     """
+    for action in parser._actions:
+        if getattr(action, "is_path", False):
+            action.complete = files  # type: ignore[attr-defined]  # shtab looks for it
     if all(action.dest != _FILE for action in parser._actions):
         return
     known = {setting.name: setting.metadata for cls in _PLANES.values() for setting in fields(cls)}

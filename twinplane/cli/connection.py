@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.errors import TwinplaneError
+from twinplane.settings.command_parser import complete_as_path
 
 if TYPE_CHECKING:
     from twinplane import Client
@@ -48,20 +49,23 @@ def add_connection_flags(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     group.add_argument(
         "--address",
         default=os.environ.get(ADDRESS_VARIABLE) or DEFAULT_ADDRESS,
-        help=f"host:port or unix:PATH of the control plane ({ADDRESS_VARIABLE};"
+        help=f"reach the control plane at host:port or unix:PATH ({ADDRESS_VARIABLE};"
         f" default: {DEFAULT_ADDRESS})",
     )
     group.add_argument("--tls", action="store_true", help="encrypt, trusting this system's roots")
-    group.add_argument("--tls-ca", metavar="FILE", help="encrypt, trusting these certificates")
-    group.add_argument("--tls-cert", metavar="FILE", help="a certificate of this client's own")
-    group.add_argument("--tls-key", metavar="FILE", help="and its key")
+    for flag, text in (
+        ("--tls-ca", "encrypt, trusting the certificates in FILE"),
+        ("--tls-cert", "show the server the certificate in FILE; needs --tls-key"),
+        ("--tls-key", "use the key in FILE for that certificate"),
+    ):
+        complete_as_path(group.add_argument(flag, metavar="FILE", help=text))
     group.add_argument(
         "--metadata",
         action="append",
         default=[],
         type=_pair,
         metavar="NAME=TEXT",
-        help="goes with every call, e.g. a bearer token (repeatable)",
+        help="send this with every call, such as a bearer token (repeatable)",
     )
     return group
 

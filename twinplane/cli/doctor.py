@@ -16,6 +16,7 @@ from twinplane.cli import doctor_checks as checks
 from twinplane.cli import planes
 from twinplane.cli.doctor_checks import Finding, State
 from twinplane.models import cache_root
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError, to_arguments
 from twinplane.settings.worker import WorkerConfig
@@ -25,13 +26,14 @@ _COLOURS = {State.OK: "32", State.WARN: "33", State.FAIL: "31"}
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane doctor",
-        usage="%(prog)s [options]",
-        description="Check this machine for `twinplane up` with the same options.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane doctor",
+        "Check this machine for `twinplane up` with the same settings.",
+        notes=("exit codes: 0 `twinplane up` would start, 1 it would not, 2 wrong usage", ""),
+        examples=("twinplane doctor", "twinplane doctor --model ~/models/mine --json"),
+        has_settings=True,
     )
-    parser.add_argument("--json", action="store_true", help="one JSON array")
+    parser.add_argument("--json", action="store_true", help="print one JSON array, for scripts")
     planes.add_arguments(parser)
     return parser
 

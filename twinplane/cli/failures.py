@@ -6,6 +6,7 @@ import re
 
 from twinplane.cli.connection import ADDRESS_VARIABLE
 from twinplane.errors import (
+    DeadlineExceeded,
     InvalidAddress,
     InvalidRequest,
     ModelNotFound,
@@ -17,6 +18,17 @@ from twinplane.errors import (
 
 _FLAGS = {"model": "--model", "stop.max_tokens": "--max-tokens", "stop.strings": "--stop"}
 _SAMPLING = "sampling."
+_ANOTHER = f"--address or {ADDRESS_VARIABLE} names another"
+_NOBODY = f"is `twinplane up` running? {_ANOTHER}"
+_ADVICE = (
+    ("does it want TLS?", f"--tls encrypts; {_ANOTHER}"),
+    ("does it want a TLS certificate", "--tls-cert and --tls-key show it one"),
+    ("certificate is not trusted", "--tls-ca names the certificates to trust"),
+    ("certificate is for another host", "its certificate has to name the host of --address"),
+    ("does not speak TLS", f"without --tls it is not encrypted; {_ANOTHER}"),
+    ("what listens there", _ANOTHER),
+)
+"""What to do about a cause of twinplane.client.endpoint; the first whose words are in the line."""
 
 
 def one_line(error: Exception) -> str:
@@ -25,8 +37,11 @@ def one_line(error: Exception) -> str:
         case InvalidRequest() if error.violations:
             return "; ".join(f"{_named(v.field)}: {v.description}" for v in error.violations)
         case Unavailable(reason="", partial=None):  # no server answered
-            hint = f"is `twinplane up` running? --address or {ADDRESS_VARIABLE} names another"
-            return f"{_first_line(error)} ({hint})"
+            line = _first_line(error)
+            hint = next((advice for words, advice in _ADVICE if words in line), _NOBODY)
+            return f"{line} ({hint})"
+        case DeadlineExceeded(reason="", partial=None):
+            return f"{_first_line(error)} (it is no Twinplane, or it hangs: {_ANOTHER})"
         case InvalidAddress() | WrongServer():
             return f"{_first_line(error)} (--address or {ADDRESS_VARIABLE})"
         case Overloaded(retry_after=float(seconds)):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from twinplane.cli.request_flags import RequestFlags, add_request_flags, quiet_grpc, request_flags
 from twinplane.cli.served import fitting, served_model, tell_waiting
 from twinplane.errors import TwinplaneError
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
@@ -20,20 +21,28 @@ if TYPE_CHECKING:
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane generate",
+    parser = CommandParser(
+        "twinplane generate",
+        "Answer a prompt, in the chat template of a model that has one.\n"
+        "The answer is printed as it comes.",
         usage="%(prog)s [PROMPT|-] [options]",
-        description="Answer a prompt, in the chat template of a model that has one. The output "
-        "streams.",
-        allow_abbrev=False,
+        examples=(
+            'twinplane generate "Name three rivers." --max-tokens 50',
+            'twinplane generate --raw "The capital of France is"',
+            "twinplane generate --json < prompt.txt",
+        ),
     )
     parser.add_argument("prompt", nargs="?", help="the prompt; - or nothing: standard input")
     parser.add_argument(
         "--raw", action="store_true", help="go on from the text as it is, without a chat template"
     )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object at the end, for scripts"
+    )
+    parser.add_argument(
+        "-v", "--verbose", action="store_true", help="print the usage to standard error"
+    )
     add_request_flags(parser, max_tokens=256)
-    parser.add_argument("--json", action="store_true", help="one JSON object at the end")
-    parser.add_argument("-v", "--verbose", action="store_true", help="usage on standard error")
     return parser
 
 

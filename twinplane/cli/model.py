@@ -10,6 +10,7 @@ from functools import partial
 from twinplane import models
 from twinplane.models import InstalledModel
 from twinplane.models.hub import has_revision, is_hub_id
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import parse
 
 _NAME = "a name of `twinplane model list`"
@@ -17,12 +18,24 @@ _NAME = "a name of `twinplane model list`"
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane model",
-        description="Pull models to this machine, list, show and remove them.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane model",
+        "Pull models to this machine, list, show and remove them.",
+        usage="%(prog)s {pull,list,show,rm} [options]",
+        examples=(
+            "twinplane model pull",
+            "twinplane model pull org/name --revision main",
+            "twinplane model show ~/models/mine",
+        ),
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="pull|list|show|rm")
+    commands = parser.add_subparsers(
+        dest="command",
+        required=True,
+        metavar="COMMAND",
+        title="commands",
+        parser_class=argparse.ArgumentParser,
+        prog="twinplane model",
+    )
     pull = commands.add_parser("pull", help="fetch a model into the cache")
     names = ", ".join(f"{model.name} ({model.summary})" for model in models.CATALOGUE)
     pull.add_argument(
@@ -39,11 +52,11 @@ def command_line() -> argparse.ArgumentParser:
         action="store_true",
         help="leave the weights out: enough for a control plane or a simulated worker",
     )
-    listing = commands.add_parser("list", help="models on this machine")
-    listing.add_argument("--json", action="store_true", help="one JSON array")
-    show = commands.add_parser("show", help="what a model is, by its files")
+    listing = commands.add_parser("list", help="list the models on this machine")
+    listing.add_argument("--json", action="store_true", help="print one JSON array, for scripts")
+    show = commands.add_parser("show", help="say what a model is, by its files")
     show.add_argument("name", help=f"{_NAME}, or a folder", nargs="?", default=models.DEFAULT_MODEL)
-    show.add_argument("--json", action="store_true", help="one JSON object")
+    show.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     remove = commands.add_parser("rm", help="remove a model from this machine")
     remove.add_argument("name", help=_NAME)
     return parser

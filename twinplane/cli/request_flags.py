@@ -35,23 +35,38 @@ class RequestFlags:
         return {"max_tokens": self.default_max_tokens, **self.options}
 
 
-def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
-    """Adds the flags to `parser`, in two groups. `max_tokens` is the default, as far as it fits."""
+def add_request_flags(
+    parser: argparse.ArgumentParser, *, max_tokens: int, conversation: bool = False
+) -> None:
+    """Adds the flags to `parser`, in two groups. `max_tokens` is the default, as far as it fits.
+
+    A command that may be a `conversation` waits longer in one.
+    """
     parser.set_defaults(default_max_tokens=max_tokens)
     server = add_connection_flags(parser)
-    server.add_argument("--model", default="", metavar="NAME", help="default: the one served")
+    server.add_argument(
+        "--model", default="", metavar="NAME", help="ask this model (default: the one served)"
+    )
     server.add_argument(
         "--wait",
         type=_seconds,
         metavar="S",
-        help=f"seconds that a server may take to start (default: {_WAIT:g}, and "
-        f"{CONVERSATION_WAIT:g} for a conversation)",
+        help=f"wait up to S seconds for a server that starts (default: {_WAIT:g}"
+        + (f", in a conversation {CONVERSATION_WAIT:g})" if conversation else ")"),
     )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"default: {max_tokens}, or as many as fit"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"stop after N tokens (default: {max_tokens}, or as many as fit)",
     )
-    sampling.add_argument("--temperature", type=float, metavar="X", help="0: greedy")
+    sampling.add_argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="draw more freely the larger X is; 0: always the likeliest token",
+    )
     sampling.add_argument("--top-k", type=int, metavar="N", help="draw from the N likeliest tokens")
     sampling.add_argument(
         "--top-p",
@@ -65,9 +80,13 @@ def add_request_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> No
         metavar="X",
         help="drop tokens less likely than X times the likeliest",
     )
-    sampling.add_argument("--seed", type=int, metavar="N", help="same seed, same tokens")
+    sampling.add_argument("--seed", type=int, metavar="N", help="draw the same tokens again")
     sampling.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends the output (repeatable)"
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="stop before this text (repeatable)",
     )
 
 

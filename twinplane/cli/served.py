@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _POLL_SECONDS = 0.25
 _MAY_START = ("connection refused", "there is no such socket")
 """Words of twinplane.client.endpoint for an address at which nobody listens, or not yet."""
+_LOOK_SECONDS = 5.0
+"""A server has so long to answer a look, also where less is left to wait."""
 _TEMPLATE_TOKENS = 512
 """More than a chat template adds to a conversation of a few turns."""
 
@@ -26,14 +28,15 @@ def served_model(
     """The model called `name`, or the first one for an empty name.
 
     A server that is starting is waited for, up to so many seconds; `on_wait` is told once why.
-    Raises ModelNotFound, and Unavailable when the time is over or the server drains.
+    Raises ModelNotFound, Unavailable when the time is over or the server drains, and
+    DeadlineExceeded for a server that never says anything.
     """
     deadline = time.monotonic() + seconds
     told = False
     while True:
         nobody: Unavailable | None = None
         try:
-            models = client.list_models()
+            models = client.list_models(timeout=max(deadline - time.monotonic(), _LOOK_SECONDS))
         except Unavailable as error:
             if not str(error).endswith(_MAY_START):  # waiting does not help
                 raise

@@ -13,17 +13,18 @@ from twinplane.client.channel import OPTIONS
 from twinplane.client.endpoint import Endpoint, checked_address
 from twinplane.client.failures import Failures
 from twinplane.client.sync import Client
-from twinplane.client.values import Health
-from twinplane.errors import ModelNotFound, TwinplaneError, Unavailable, WrongServer
+from twinplane.client.values import Health, SamplingDefaults, ServingWorker, WorkerState
+from twinplane.errors import TwinplaneError, Unavailable, WrongServer
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, model_runner_pb2_grpc
 
 _CONTROL, _WORKER = "control plane", "worker"
-_LOST = "its worker was lost a moment ago, or it shuts down: requests wait or are refused"
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedModel:
-    """A model that is served. `supports_chat` is None where a worker answers: it has no text."""
+    """A model that is served. Where a worker answers, `supports_chat` and `default_sampling` are
+    None: text and defaults are its control plane's.
+    """
 
     name: str
     max_sequence_token_count: int
@@ -31,21 +32,24 @@ class ReportedModel:
     supports_chat: bool | None
     weight_generation: int
     weight_digest: str
+    default_sampling: SamplingDefaults | None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
     """`plane` is "control plane" or "worker"; `reason` says why it is not ready.
 
-    `facts` are pairs of a word and a text, in the order in which they are to be read.
+    `workers` are a control plane's. `facts` are a worker's own, pairs of a word and what is said
+    of it, in the order in which they are to be read.
     """
 
     address: str
     plane: str
     ready: bool
     reason: str
-    facts: tuple[tuple[str, str], ...]
+    facts: tuple[tuple[str, str | int], ...]
     models: tuple[ReportedModel, ...]
+    workers: tuple[ServingWorker, ...] = ()
 
     def as_json(self) -> dict[str, object]:
         """The report for machines."""
@@ -55,6 +59,7 @@ class Report:
             "ready": self.ready,
             "reason": self.reason,
             **{subject.replace(" ", "_"): text for subject, text in self.facts},
+            "workers": [{**asdict(worker), "state": worker.state.value} for worker in self.workers],
             "models": [asdict(model) for model in self.models],
         }
 
@@ -76,7 +81,7 @@ def fetch(connection: Connection, timeout: float) -> Report:
 def _control(client: Client, address: str, timeout: float) -> Report:
     ready = client.health(timeout=timeout) is Health.SERVING
     served = client.list_models(timeout=timeout)
-    reason = "" if ready else _refusal(client, timeout) or _LOST
+    workers = client.list_workers(timeout=timeout)
     models = tuple(
         ReportedModel(
             model.name,
@@ -85,23 +90,23 @@ def _control(client: Client, address: str, timeout: float) -> Report:
             model.supports_chat,
             model.weight_version.generation,
             model.weight_version.digest,
+            model.default_sampling,
         )
         for model in served
     )
-    # To be ready is to have a worker.
-    facts = (("worker", "attached"),) if ready else ()
-    return Report(address, _CONTROL, ready, reason, facts, models)
+    reason = "" if ready else _reason(workers, can_queue=bool(models))
+    return Report(address, _CONTROL, ready, reason, (), models, workers)
 
 
-def _refusal(client: Client, timeout: float) -> str:
-    """What a request hears now, in the server's own words; empty where one would be taken."""
-    try:
-        client.tokenize("a", timeout=timeout)
-    except (Unavailable, ModelNotFound) as error:
-        return _line(error)
-    except TwinplaneError:
-        pass
-    return ""
+def _reason(workers: tuple[ServingWorker, ...], *, can_queue: bool) -> str:
+    """Why a control plane with these workers is not ready."""
+    if any(worker.state is WorkerState.ATTACHED for worker in workers):
+        return "it shuts down: it finishes what runs and refuses new requests"
+    away = [worker.away_seconds for worker in workers if worker.away_seconds is not None]
+    if not away:
+        return "no worker has come yet: requests are refused until one does"
+    outcome = "wait for it" if can_queue else "are refused until it is back"
+    return f"its worker has been away for {max(1, round(min(away)))} s: requests {outcome}"
 
 
 def _worker(address: str, timeout: float, wrong: WrongServer) -> Report:
@@ -112,6 +117,7 @@ def _worker(address: str, timeout: float, wrong: WrongServer) -> Report:
         try:
             answer: Int32Value = check(StringValue(), timeout=timeout)
             response = stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout)
+            memory = stub.GetMemoryPool(model_runner_pb2.GetMemoryPoolRequest(), timeout=timeout)
         except grpc.RpcError as failure:
             error = Failures(Endpoint(address, is_secure=False)).error_of(failure, timeout)
             if not isinstance(error, Unavailable):
@@ -119,11 +125,15 @@ def _worker(address: str, timeout: float, wrong: WrongServer) -> Report:
             return Report(address, _WORKER, False, _line(error), (), ())
     ready = health.health_of(answer) is Health.SERVING
     info: info_pb2.WorkerInfo = response.worker_info
+    pool: info_pb2.MemoryPool = memory.memory_pool
     facts = (
         ("worker id", info.worker_id),
         ("device", info.device.name),
         ("executor", info.executor),
         ("controller", f"epoch {info.epoch}" if info.epoch else "none yet"),
+        ("kv token count", max(0, pool.block_count - 1) * pool.block_token_count),
+        ("free kv token count", pool.free_block_count * pool.block_token_count),
+        ("max sequence count", info.limits.max_sequence_count),
     )
     model = ReportedModel(
         info.model.name,
@@ -132,6 +142,7 @@ def _worker(address: str, timeout: float, wrong: WrongServer) -> Report:
         None,
         info.weight_version.generation,
         info.weight_version.digest,
+        None,
     )
     reason = "" if ready else "it loads, stops, or can't go on: see its log"
     return Report(address, _WORKER, ready, reason, facts, (model,))

@@ -12,7 +12,7 @@ from twinplane.settings.resolution import SettingsError
 
 _LONGEST_NAME = "worker000.sock"
 _LONGEST_PATH = 100
-_SPECIAL_CHARACTERS = frozenset("%#?,")
+_SPECIAL_CHARACTERS = frozenset("%#?, ")
 
 
 @contextmanager

@@ -5,32 +5,36 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from twinplane.cli.connection import add_connection_flags, connection
 from twinplane.cli.request_flags import quiet_grpc
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import parse
 
 if TYPE_CHECKING:
     from twinplane.cli.server_report import Report
+    from twinplane.client.values import SamplingDefaults, ServingWorker
 
 _TIMEOUT_SECONDS = 5.0
 
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane status",
-        usage="%(prog)s [options]",
-        description="Say whether a server is ready and what it serves; a worker's address will do.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane status",
+        "Say whether a server is ready, what it serves and how much room it has.\n"
+        "The server is a control plane, or a worker by its own address.",
+        notes=("exit codes: 0 ready, 1 not ready or no answer, 2 wrong usage", ""),
+        examples=("twinplane status", "twinplane status --address 127.0.0.1:50052 --json"),
     )
     add_connection_flags(parser)
     parser.add_argument(
         "--timeout", type=float, default=_TIMEOUT_SECONDS, metavar="X",
-        help="seconds to wait for an answer (default: %(default)g)",
+        help="wait X seconds for an answer (default: %(default)g)",
     )  # fmt: skip
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     return parser
 
 
@@ -56,7 +60,9 @@ def _for_people(report: Report) -> str:
     lines = [("address", report.address), (report.plane, state)]
     if report.reason:
         lines.append(("reason", report.reason))
-    lines += report.facts
+    lines += [(subject, _text(value)) for subject, value in report.facts]
+    for worker in report.workers:
+        lines += _worker_lines(worker)
     for model in report.models:
         weights = f"{model.weight_digest[:12]} (generation {model.weight_generation})"
         lines += [
@@ -67,5 +73,39 @@ def _for_people(report: Report) -> str:
         ]
         if model.supports_chat is not None:
             lines.append(("chat", "yes" if model.supports_chat else "no: it has no template"))
+        if (sampling := model.default_sampling) is not None:
+            lines.append(("sampling", _sampling(sampling)))
     width = max(len(subject) for subject, _ in lines)
     return "\n".join(f"{subject:{width}}  {text}" for subject, text in lines)
+
+
+def _worker_lines(worker: ServingWorker) -> list[tuple[str, str]]:
+    lines = [("worker", _state(worker))]
+    if worker.worker_id:
+        lines += [("worker id", worker.worker_id), ("device", worker.device)]
+    if worker.kv_token_count:
+        free, every = worker.free_kv_token_count, worker.kv_token_count
+        lines.append(("room", f"{free:,} of {every:,} KV tokens are free"))
+    if worker.max_sequence_count:
+        running, waiting = worker.running_sequence_count, worker.waiting_sequence_count
+        most = f"at most {worker.max_sequence_count:,} run at once"
+        lines.append(("sequences", f"{running:,} run, {waiting:,} wait; {most}"))
+    return lines
+
+
+def _state(worker: ServingWorker) -> str:
+    if worker.away_seconds is not None:
+        return f"away for {max(1, round(worker.away_seconds))} s"
+    if worker.state.value == "awaited":
+        return "none has come yet"
+    return worker.state.value
+
+
+def _sampling(sampling: SamplingDefaults) -> str:
+    """What holds where a request does not say, by the names of the flags."""
+    values = [f"{name.replace('_', '-')} {value:g}" for name, value in asdict(sampling).items()]
+    return f"{', '.join(values)} by default"
+
+
+def _text(value: str | int) -> str:
+    return f"{value:,}" if isinstance(value, int) else value

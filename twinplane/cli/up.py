@@ -32,6 +32,7 @@ from twinplane.process.modules import module_arguments
 from twinplane.process.standard_streams import restore_signals
 from twinplane.process.starting import stop_signals
 from twinplane.settings import resolution as settings
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.control import ControlConfig
 from twinplane.settings.resolution import SettingsError
 from twinplane.settings.worker import WorkerConfig
@@ -42,11 +43,16 @@ _STOP_MARGIN_SECONDS = 5.0
 
 def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
-    parser = argparse.ArgumentParser(
-        prog="twinplane up",
-        usage="%(prog)s [options]",
-        description="Run the control plane and its workers on this machine. Ctrl-C stops all.",
-        allow_abbrev=False,
+    parser = CommandParser(
+        "twinplane up",
+        "Run the control plane and its workers on this machine. Ctrl-C stops all.",
+        examples=(
+            "twinplane up --pull",
+            "twinplane up --model ~/models/mine --port 50052",
+            "twinplane up --simulate",
+            "twinplane up --tensor-parallel-size 2 --data-parallel-size 2",
+        ),
+        has_settings=True,
     )
     parser.add_argument("--pull", action="store_true", help="pull the model first if it is missing")
     planes.add_arguments(parser)

@@ -25,7 +25,7 @@ from twinplane.client.requests import (
     generate_request,
     tokenize_request,
 )
-from twinplane.client.responses import completed, served_models
+from twinplane.client.responses import completed, served_models, serving_workers
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
@@ -35,6 +35,7 @@ from twinplane.client.values import (
     Health,
     Prompt,
     ServedModel,
+    ServingWorker,
     TlsCredentials,
 )
 from twinplane.errors import (
@@ -178,6 +179,14 @@ class AsyncClient(BaseClient):
             self._stub().ListModels, request, timeout
         )
         return served_models(response)
+
+    async def list_workers(self, *, timeout: float | None = None) -> tuple[ServingWorker, ...]:
+        """As Client.list_workers."""
+        request = pb.ListModelsRequest()
+        response: pb.ListModelsResponse = await self._unary(
+            self._stub().ListModels, request, timeout
+        )
+        return serving_workers(response)
 
     async def health(self, *, timeout: float | None = None) -> Health:
         """As Client.health."""

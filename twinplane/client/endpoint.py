@@ -37,6 +37,7 @@ _CAUSES = (
     ("CERTIFICATE_VERIFY_FAILED", "its TLS certificate is not trusted"),
     ("Hostname Verification Check failed", "its TLS certificate is for another host"),
     ("Failed to create security handshaker", "the TLS certificates or the key can't be used"),
+    ("before receiving SETTINGS", "what listens there says nothing: no Twinplane, or it hangs"),
     ("keepalive", "it fell silent"),
     ("ping timeout", "it fell silent"),
 )

@@ -10,8 +10,10 @@ from twinplane.client.values import (
     GenerationResult,
     SamplingDefaults,
     ServedModel,
+    ServingWorker,
     Usage,
     WeightVersion,
+    WorkerState,
 )
 from twinplane.errors import InternalError, PartialGeneration, TwinplaneError
 from twinplane.inference.v1 import inference_pb2 as pb
@@ -19,6 +21,12 @@ from twinplane.inference.v1 import inference_pb2 as pb
 _FINISH_REASONS = {
     pb.FINISH_REASON_STOP: FinishReason.STOP,
     pb.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+}
+
+_WORKER_STATES = {
+    pb.WORKER_STATE_ATTACHED: WorkerState.ATTACHED,
+    pb.WORKER_STATE_AWAY: WorkerState.AWAY,
+    pb.WORKER_STATE_AWAITED: WorkerState.AWAITED,
 }
 
 
@@ -140,6 +148,26 @@ def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
             default_sampling=_sampling_defaults(model),
         )
         for model in response.models
+    )
+
+
+def serving_workers(response: pb.ListModelsResponse) -> tuple[ServingWorker, ...]:
+    """The workers in the server's order."""
+    return tuple(
+        ServingWorker(
+            state=_WORKER_STATES.get(worker.state, WorkerState.UNKNOWN),
+            worker_id=worker.worker_id,
+            device=worker.device,
+            away_seconds=(
+                worker.away.seconds + worker.away.nanos / 1e9 if worker.HasField("away") else None
+            ),
+            kv_token_count=worker.kv_token_count,
+            free_kv_token_count=worker.free_kv_token_count,
+            max_sequence_count=worker.max_sequence_count,
+            running_sequence_count=worker.running_sequence_count,
+            waiting_sequence_count=worker.waiting_sequence_count,
+        )
+        for worker in response.workers
     )
 
 

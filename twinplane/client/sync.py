@@ -21,7 +21,7 @@ from twinplane.client.requests import (
     generate_request,
     tokenize_request,
 )
-from twinplane.client.responses import completed, served_models
+from twinplane.client.responses import completed, served_models, serving_workers
 from twinplane.client.retry import Attempts, RetryPolicy
 from twinplane.client.values import (
     DEFAULT_ADDRESS,
@@ -31,6 +31,7 @@ from twinplane.client.values import (
     Health,
     Prompt,
     ServedModel,
+    ServingWorker,
     TlsCredentials,
 )
 from twinplane.errors import DeadlineExceeded, TwinplaneError, Unavailable
@@ -188,6 +189,15 @@ class Client(BaseClient):
         request = pb.ListModelsRequest()
         response: pb.ListModelsResponse = self._unary(self._stub.ListModels, request, timeout)
         return served_models(response)
+
+    def list_workers(self, *, timeout: float | None = None) -> tuple[ServingWorker, ...]:
+        """The workers that execute the models, those that are away included.
+
+        Empty when the server is too old to tell.
+        """
+        request = pb.ListModelsRequest()
+        response: pb.ListModelsResponse = self._unary(self._stub.ListModels, request, timeout)
+        return serving_workers(response)
 
     def health(self, *, timeout: float | None = None) -> Health:
         """Whether the server takes work now. It is asked once.

@@ -131,6 +131,37 @@ class ServedModel:
     default_sampling: SamplingDefaults | None = None
 
 
+class WorkerState(Enum):
+    """Whether a control plane has its worker."""
+
+    ATTACHED = "attached"
+    AWAY = "away"
+    """It was attached, and can't be reached now."""
+    AWAITED = "awaited"
+    """None has come yet."""
+    UNKNOWN = "unknown"
+    """The server tells a state that this client is too old to know."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServingWorker:
+    """A worker as its control plane sees it. `away_seconds` is None unless it is away.
+
+    The KV tokens are 0 unless it is attached. `free_kv_token_count` are those that new sequences
+    can take, and `max_sequence_count` is the maximum number of sequences that run at once.
+    """
+
+    state: WorkerState
+    worker_id: str
+    device: str
+    away_seconds: float | None
+    kv_token_count: int
+    free_kv_token_count: int
+    max_sequence_count: int
+    running_sequence_count: int
+    waiting_sequence_count: int
+
+
 @dataclass(frozen=True, slots=True)
 class TlsCredentials:
     """PEM data for TLS. Without roots the platform's are used; key and chain go together."""

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
 from twinplane.paths import expand_address
+from twinplane.settings.ranges import (
+    COUNT,
+    PATIENCE,
+    PORT,
+    SECONDS,
+    SEED,
+    THREADS,
+    NumberRange,
+    require_ranges,
+)
 from twinplane.settings.resolution import option
 
 _MODEL = "model"
@@ -14,6 +23,8 @@ _LISTEN = "where to listen"
 _WORKER = "worker"
 _SCHEDULING = "scheduling"
 _OPERATION = "operation"
+
+_LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +45,7 @@ class ControlConfig:
         None,
         "maximum length of a sequence in tokens, prompt and output; default: the worker's",
         group=_MODEL,
+        range=_LENGTH,
     )
     generation_config: str = option(
         "auto",
@@ -41,20 +53,22 @@ class ControlConfig:
         group=_MODEL,
         choices=("auto", "none"),
     )
-    tokenizer_threads: int = option(2, "threads for tokenizing and chat templates", group=_MODEL)
+    tokenizer_threads: int = option(
+        2, "threads for tokenizing and chat templates", group=_MODEL, range=THREADS
+    )
 
     trust_message_special_tokens: bool = option(
         False, "special tokens written in chat messages are those tokens, not text", group=_MODEL
     )
 
     host: str = option("127.0.0.1", "address to listen on", group=_LISTEN)
-    port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN)
+    port: int = option(50051, "port to listen on; 0: any free one", group=_LISTEN, range=PORT)
     uds: str | None = option(
         None, "Unix socket to listen on instead of host and port", group=_LISTEN, path=True
     )
     metrics_host: str = option("127.0.0.1", "address of the metrics endpoint", group=_LISTEN)
     metrics_port: int | None = option(
-        9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN
+        9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN, range=PORT
     )
 
     worker: str = option(
@@ -65,7 +79,10 @@ class ControlConfig:
         repeated=True,
     )
     worker_loss_patience: float = option(
-        60.0, "maximum seconds to wait for a lost worker before requests fail", group=_WORKER
+        60.0,
+        "maximum seconds to wait for a lost worker before requests fail",
+        group=_WORKER,
+        range=PATIENCE,
     )
     arithmetic_change: str = option(
         "end",
@@ -78,26 +95,36 @@ class ControlConfig:
         None,
         "maximum number of sequences at once; default: the worker's",
         group=_SCHEDULING,
+        range=COUNT,
     )
     max_num_batched_tokens: int | None = option(
-        None, "maximum number of tokens in a step; default: the worker's", group=_SCHEDULING
+        None,
+        "maximum number of tokens in a step; default: the worker's",
+        group=_SCHEDULING,
+        range=COUNT,
     )
     max_num_waiting: int = option(
-        1024, "maximum number of waiting requests; more are refused", group=_SCHEDULING
+        1024, "maximum number of waiting requests; more are refused", group=_SCHEDULING, range=COUNT
     )
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin alike", group=_SCHEDULING
     )
     async_scheduling: bool = option(True, "plan the next step while one runs", group=_SCHEDULING)
     ageing_seconds: float = option(
-        10.0, "seconds of waiting that are worth one priority level", group=_SCHEDULING
+        10.0,
+        "seconds of waiting that are worth one priority level",
+        group=_SCHEDULING,
+        range=PATIENCE,
     )
     seed: int | None = option(
-        None, "makes the seeds of requests without one repeatable", group=_SCHEDULING
+        None, "makes the seeds of requests without one repeatable", group=_SCHEDULING, range=SEED
     )
 
     drain_grace_seconds: float = option(
-        30.0, "maximum seconds that running requests have when the server stops", group=_OPERATION
+        30.0,
+        "maximum seconds that running requests have when the server stops",
+        group=_OPERATION,
+        range=SECONDS,
     )
     log_level: str = option(
         "info",
@@ -117,14 +144,7 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         """Raises ValueError, naming the setting."""
-        for name, least in _LEAST:
-            value = getattr(self, name)
-            if value is not None and not least <= value < math.inf:
-                raise ValueError(f"{name} must be at least {least}, not {value}")
-        for name in ("port", "metrics_port"):
-            port = getattr(self, name)
-            if port is not None and port > 65535:
-                raise ValueError(f"{name} must be at most 65535, not {port}")
+        require_ranges(self)
         replicas = [
             ",".join(map(expand_address, replica.split(","))) for replica in self.worker.split()
         ]
@@ -135,10 +155,6 @@ class ControlConfig:
                 raise ValueError(f"worker must be host:port or unix:PATH, not {address!r}")
             if addresses.count(address) > 1:
                 raise ValueError(f"worker names {address} twice")
-        for name in ("ageing_seconds", "worker_loss_patience"):
-            seconds = getattr(self, name)
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"{name} must be positive, not {seconds}")
 
     @property
     def replicas(self) -> tuple[str, ...]:
@@ -154,16 +170,3 @@ def _is_address(worker: str) -> bool:
     if "://" in host and not host.startswith("dns://"):
         return False
     return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
-
-
-_LEAST = (
-    ("max_model_len", 2),
-    ("max_num_batched_tokens", 1),
-    ("max_num_seqs", 1),
-    ("max_num_waiting", 1),
-    ("tokenizer_threads", 1),
-    ("port", 0),
-    ("metrics_port", 0),
-    ("seed", 0),
-    ("drain_grace_seconds", 0),
-)

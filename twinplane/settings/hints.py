@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -140,8 +139,8 @@ def parse(
     """
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        texts = [each.format_help() for each in _with_commands(parser)]
-        known = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][a-z-]*", text)}
+        strings = {each for one in _with_commands(parser) for each in one._option_string_actions}
+        known = {each for each in strings if each.startswith("--")}
         flags = [each.partition("=")[0] for each in unknown if each.startswith("-")]
         told = {flag: _about(flag, known, elsewhere) for flag in flags}
         hints = [f"{flag}{advice}" for flag, advice in told.items() if advice]

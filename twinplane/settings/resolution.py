@@ -19,8 +19,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
+from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import hint, nearest, parse
 from twinplane.settings.parsing import joined, parse_as, plain_type
+from twinplane.settings.ranges import NumberRange
 from twinplane.settings.service_links import is_service_link
 
 if TYPE_CHECKING:
@@ -45,12 +47,13 @@ def option(
     choices: tuple[str, ...] = (),
     path: bool = False,
     repeated: bool = False,
+    range: NumberRange | None = None,  # noqa: A002
 ) -> Any:
     """A setting: its default, one line of help, the group it is listed under, allowed values.
 
     `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder. `repeated`: the
     flag may be given several times, the file may have a list; elsewhere, spaces are between the
-    values.
+    values. Every number has a `range`; the settings' class asks `require_ranges`.
     """
     metadata = {
         "help": help,
@@ -58,6 +61,7 @@ def option(
         "choices": choices,
         "path": path,
         "repeated": repeated,
+        "range": range,
     }
     return field(default=default, metadata=metadata)
 
@@ -187,14 +191,13 @@ def from_command_line(
     *,
     prog: str,
     description: str,
+    examples: Sequence[str] = (),
     table: str,
     known: Mapping[str, Collection[str]],
 ) -> Settings:
     """Parses and resolves the settings of a process that has one settings class. On a mistake it
     prints one line and exits with code 2, as argparse does."""
-    parser = argparse.ArgumentParser(
-        prog=prog, usage="%(prog)s [options]", description=description, allow_abbrev=False
-    )
+    parser = CommandParser(prog, description, examples=examples, has_settings=True)
     add_arguments(parser, cls)
     others = {
         name: f"is a setting of `twinplane {plane}`"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
+from twinplane.settings.ranges import (
+    BYTES,
+    COUNT,
+    PORT,
+    SECONDS,
+    SEED,
+    THREADS,
+    NumberRange,
+    require_ranges,
+)
 from twinplane.settings.resolution import option
 
 DEFAULT_PORT = 50061
@@ -17,6 +26,13 @@ _RANKS = "ranks of a replica"
 _SERVER = "server"
 _PROCESS = "process"
 _SIMULATION = "simulation"
+
+_LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the output
+# The null block and another; the control plane keeps account of each.
+_SIMULATED_BLOCKS = NumberRange(2, 2**24)
+_SIZE = NumberRange(1, 1024)
+_RANK = NumberRange(0, 2**20)
+_LATENCY = NumberRange(0, 10**9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,40 +53,50 @@ class WorkerConfig:
     )
     dtype: str = option(
         "auto",
-        "number format of weights and KV (auto: float32 on a CPU, else the model's own)",
+        "number format of weights and KV; auto: float32 on a CPU, else the model's",
         group=_MODEL,
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     quantization: str = option(
         "none",
-        "how weights are kept (int8: a quarter of the memory, compiled CPU kernels only)",
+        "how weights are kept; int8: a quarter of the memory, compiled CPU kernels only",
         group=_MODEL,
         choices=("none", "int8"),
     )
     kv_cache_dtype: str = option(
         "auto",
-        "number format of KV (auto: that of dtype; bfloat16 under float32: compiled kernels only)",
+        "number format of KV; auto: that of dtype; bfloat16 under float32: compiled kernels only",
         group=_MODEL,
         choices=("auto", "float32", "bfloat16"),
     )
-    seed: int = option(0, "reported to controllers; sampling never depends on it", group=_MODEL)
+    seed: int = option(
+        0, "reported to controllers; sampling never depends on it", group=_MODEL, range=SEED
+    )
 
-    block_size: int = option(16, "tokens per KV block", group=_LIMITS)
+    block_size: int = option(16, "tokens per KV block", group=_LIMITS, range=COUNT)
     kv_cache_memory_bytes: int | None = option(
         None,
         "size of the KV pool, such as 2GiB (default: 1GiB on a CPU, 85 % of a GPU's free rest)",
         group=_LIMITS,
+        range=BYTES,
     )
     max_num_seqs: int | None = option(
-        None, "maximum number of sequences at once (default: 64 on a CPU, else 256)", group=_LIMITS
+        None,
+        "maximum number of sequences at once (default: 64 on a CPU, else 256)",
+        group=_LIMITS,
+        range=COUNT,
     )
     max_num_batched_tokens: int | None = option(
-        None, "maximum number of tokens in a step (default: 512 on a CPU, else 8192)", group=_LIMITS
+        None,
+        "maximum number of tokens in a step (default: 512 on a CPU, else 8192)",
+        group=_LIMITS,
+        range=COUNT,
     )
     max_model_len: int | None = option(
         None,
         "maximum length of a sequence, in tokens (default: the model's, or what the pool holds)",
         group=_LIMITS,
+        range=_LENGTH,
     )
 
     device: str = option(
@@ -78,44 +104,53 @@ class WorkerConfig:
     )
     executor: str = option(
         "auto",
-        "what runs the model: compiled (a CPU in float32) or torch (auto: the first that can)",
+        "what runs the model: compiled (a CPU in float32) or torch; auto: the first that can",
         group=_DEVICE,
         choices=("auto", "compiled", "torch"),
     )
     attention_backend: str = option(
         "auto",
-        "what attends in the torch executor: torch or reference (auto: the first that can)",
+        "what attends in the torch executor: torch or reference; auto: the first that can",
         group=_DEVICE,
     )
     threads: int | None = option(
         None,
         "CPU threads of the device (default: one for each core, within the container's CPU quota)",
         group=_DEVICE,
+        range=THREADS,
     )
 
     tensor_parallel_size: int = option(
-        1, "workers that share each layer, in one replica", group=_RANKS
+        1, "workers that share each layer, in one replica", group=_RANKS, range=_SIZE
     )
     pipeline_parallel_size: int = option(
-        1, "stages of layers, each on workers of its own, in one replica", group=_RANKS
+        1,
+        "stages of layers, each on workers of its own, in one replica",
+        group=_RANKS,
+        range=_SIZE,
     )
-    data_parallel_size: int = option(1, "replicas; reported to controllers", group=_RANKS)
+    data_parallel_size: int = option(
+        1, "replicas; reported to controllers", group=_RANKS, range=_SIZE
+    )
     rank: int | None = option(
         None,
         "place in the replica: pipeline rank x tensor-parallel size + tensor rank (default: "
         "LWS_WORKER_INDEX, or the ordinal of a Kubernetes StatefulSet's pod, else 0)",
         group=_RANKS,
+        range=_RANK,
     )
     data_parallel_rank: int | None = option(
         None,
         "which replica this worker belongs to (default: by the pod's ordinal, else 0)",
         group=_RANKS,
+        range=_RANK,
     )
     local_world_size: int = option(
         1,
         "workers on this machine: by default each has its share of the cores and, on a CPU, of the "
         "KV pool's size",
         group=_RANKS,
+        range=_SIZE,
     )
     rendezvous_host: str | None = option(
         None,
@@ -124,17 +159,20 @@ class WorkerConfig:
         group=_RANKS,
     )
     rendezvous_port: int = option(
-        0, "port at which the ranks meet at rank 0; 0: any free one", group=_RANKS
+        0, "port at which the ranks meet at rank 0; 0: any free one", group=_RANKS, range=PORT
     )
 
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
-    port: int = option(DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER)
+    port: int = option(
+        DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER, range=PORT
+    )
     uds: str | None = option(None, "Unix socket to listen on instead", group=_SERVER, path=True)
     metrics_host: str = option("127.0.0.1", "address of the metrics endpoint", group=_SERVER)
     metrics_port: int | None = option(
         None,
         "port of the metrics endpoint; 0: any free one (default: none, it is off)",
         group=_SERVER,
+        range=PORT,
     )
     worker_id: str | None = option(
         None, "stable name of this worker (default: host name and address)", group=_SERVER
@@ -144,6 +182,7 @@ class WorkerConfig:
         30.0,
         "maximum seconds that a stopping worker serves the controller that holds it",
         group=_PROCESS,
+        range=SECONDS,
     )
     exit_with_parent: bool = option(
         False, "stop when standard input ends, as it does with the parent", group=_PROCESS
@@ -156,7 +195,7 @@ class WorkerConfig:
     )
     log_format: str = option(
         "auto",
-        "log lines for people or machines (auto: people on a terminal)",
+        "how log lines look; auto: text on a terminal, else json",
         group=_PROCESS,
         choices=("auto", "text", "json"),
     )
@@ -165,14 +204,22 @@ class WorkerConfig:
         False, "no model: deterministic tokens behind a latency model", group=_SIMULATION
     )
     simulate_vocabulary_size: int | None = option(
-        None, "vocabulary (default: the model's)", group=_SIMULATION
+        None, "vocabulary (default: the model's)", group=_SIMULATION, range=COUNT
     )
-    simulate_block_count: int = option(65536, "blocks of the KV pool", group=_SIMULATION)
-    simulate_step_ms: float = option(3.5, "milliseconds per step", group=_SIMULATION)
-    simulate_token_us: float = option(27.0, "microseconds per token", group=_SIMULATION)
-    simulate_row_us: float = option(0.0, "microseconds per sequence", group=_SIMULATION)
+    simulate_block_count: int = option(
+        65536, "blocks of the KV pool", group=_SIMULATION, range=_SIMULATED_BLOCKS
+    )
+    simulate_step_ms: float = option(
+        3.5, "milliseconds per step", group=_SIMULATION, range=_LATENCY
+    )
+    simulate_token_us: float = option(
+        27.0, "microseconds per token", group=_SIMULATION, range=_LATENCY
+    )
+    simulate_row_us: float = option(
+        0.0, "microseconds per sequence", group=_SIMULATION, range=_LATENCY
+    )
     simulate_kilotoken_us: float = option(
-        30.0, "microseconds per thousand attended tokens", group=_SIMULATION
+        30.0, "microseconds per thousand attended tokens", group=_SIMULATION, range=_LATENCY
     )
 
     def __post_init__(self) -> None:
@@ -183,14 +230,7 @@ class WorkerConfig:
             object.__setattr__(self, "model", model)
         elif self.model == SIMULATED_MODEL and not self.simulate:
             raise ValueError(f"model {SIMULATED_MODEL} has no weights: add --simulate")
-        for name, minimum in _MINIMUMS:
-            value = getattr(self, name)
-            if value is not None and not minimum <= value < math.inf:
-                raise ValueError(f"{name} must be at least {minimum}, not {value}")
-        for name in ("port", "metrics_port", "rendezvous_port"):
-            port = getattr(self, name)
-            if port is not None and port > 65535:
-                raise ValueError(f"{name} must be at most 65535, not {port}")
+        require_ranges(self)
         for name, count in (
             ("rank", self.tensor_parallel_size * self.pipeline_parallel_size),
             ("data_parallel_rank", self.data_parallel_size),
@@ -198,30 +238,3 @@ class WorkerConfig:
             rank = getattr(self, name)
             if rank is not None and rank >= count:
                 raise ValueError(f"{name} is {rank}, and there are {count}: they count from 0")
-
-
-_MINIMUMS = (
-    ("seed", 0),
-    ("block_size", 1),
-    ("kv_cache_memory_bytes", 1),
-    ("max_num_seqs", 1),
-    ("max_num_batched_tokens", 1),
-    ("max_model_len", 2),
-    ("threads", 1),
-    ("tensor_parallel_size", 1),
-    ("pipeline_parallel_size", 1),
-    ("data_parallel_size", 1),
-    ("local_world_size", 1),
-    ("rank", 0),
-    ("data_parallel_rank", 0),
-    ("rendezvous_port", 0),
-    ("port", 0),
-    ("metrics_port", 0),
-    ("drain_seconds", 0),
-    ("simulate_vocabulary_size", 1),
-    ("simulate_block_count", 2),
-    ("simulate_step_ms", 0),
-    ("simulate_token_us", 0),
-    ("simulate_row_us", 0),
-    ("simulate_kilotoken_us", 0),
-)

@@ -84,8 +84,12 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class BackendType:
-    """A backend that could be chosen. `probe` says why it cannot run, None when it can."""
+    """A backend that could be chosen. `probe` says why it cannot run, None when it can.
+
+    `workspace` is what a created one says of its workspace_bytes, known beforehand.
+    """
 
     name: str
     probe: Callable[[AttentionConfig], str | None]
     create: Callable[[AttentionConfig, tuple[LayerCache, ...]], AttentionBackend]
+    workspace: Callable[[AttentionConfig], int]

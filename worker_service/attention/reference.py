@@ -77,4 +77,4 @@ def _probe(config: AttentionConfig) -> str | None:
     return None
 
 
-REFERENCE = BackendType("reference", _probe, ReferenceBackend)
+REFERENCE = BackendType("reference", _probe, ReferenceBackend, lambda config: 0)

@@ -82,9 +82,8 @@ class TorchBackend:
         self.caches = tuple(
             LayerCache(cache.keys.flatten(1), cache.values.flatten(1)) for cache in caches
         )
-        self.max_keys = _round_up(config.max_length, _KEY_TILE)
-        gathered_tokens = max(self.max_keys, _MIN_GATHER_TOKENS)
-        self.capacity_blocks = -(-gathered_tokens // config.block_size)
+        self.max_keys = _max_keys(config)
+        self.capacity_blocks = _capacity_blocks(config)
         widest = max(cache.keys.shape[1] for cache in self.caches)
         self._gathered = torch.empty(
             (2, self.capacity_blocks * widest), dtype=config.data_type, device=config.device
@@ -115,7 +114,7 @@ class TorchBackend:
         column max keys - s, so that no mask is built during a step.
         """
         queries = torch.arange(_TILE_QUERIES).unsqueeze(1)
-        width = self.max_keys + min(self.max_keys, _TILE_QUERIES + _KEY_TILE)
+        width = _master_width(self.config)
         columns = torch.arange(width).unsqueeze(0) - self.max_keys
         visible = columns <= queries
         if window is not None:
@@ -313,4 +312,27 @@ def _probe(config: AttentionConfig) -> str | None:
     return None
 
 
-TORCH = BackendType("torch", _probe, TorchBackend)
+def _max_keys(config: AttentionConfig) -> int:
+    return _round_up(config.max_length, _KEY_TILE)
+
+
+def _capacity_blocks(config: AttentionConfig) -> int:
+    """Blocks that the gather buffers hold."""
+    return -(-max(_max_keys(config), _MIN_GATHER_TOKENS) // config.block_size)
+
+
+def _master_width(config: AttentionConfig) -> int:
+    keys = _max_keys(config)
+    return keys + min(keys, _TILE_QUERIES + _KEY_TILE)
+
+
+def _workspace(config: AttentionConfig) -> int:
+    """Bytes of the gather buffers and the masks' masters."""
+    widest = max(heads.kv_head_count * heads.head_dim for heads in config.layers)
+    gathered = 2 * _capacity_blocks(config) * config.block_size * widest
+    windows = {heads.window for heads in config.layers}
+    masters = len(windows) * _TILE_QUERIES * _master_width(config)
+    return (gathered + masters) * config.data_type.itemsize
+
+
+TORCH = BackendType("torch", _probe, TorchBackend, _workspace)

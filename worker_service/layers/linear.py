@@ -66,16 +66,21 @@ class PackedLinear:
         return out[:rows]
 
 
+def is_packed(device: torch.device, data_type: torch.dtype) -> bool:
+    """Whether weights are kept in a packed copy, also where they could be shared."""
+    return (
+        device.type == "cpu"
+        and data_type is torch.float32
+        and torch._C._has_mkldnn
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    )
+
+
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None, *, shared: bool) -> Linear:
     """A Linear over weight [out, in] and bias [out], repacked where that is faster.
 
     With `shared` it may go on using the weight's memory; else it keeps no hold of it.
     """
-    if (
-        weight.device.type == "cpu"
-        and weight.dtype is torch.float32
-        and torch._C._has_mkldnn
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    ):
+    if is_packed(weight.device, weight.dtype):
         return PackedLinear(weight, bias)
     return DenseLinear(weight if shared else weight.clone(), bias)

@@ -46,6 +46,11 @@ class DecoderShare:
     head: ProjectionSpec | None
 
     @property
+    def vocabulary_size(self) -> int:
+        """That of the model, all ranks' rows."""
+        return self.vocabulary[-1].stop
+
+    @property
     def is_tied(self) -> bool:
         """Whether the head is the embedding that this rank has anyway."""
         return self.head is not None and self.head.weights == (self.embedding,)

@@ -22,8 +22,10 @@ from worker_service.kernels.cpu.ops import (
 from worker_service.load_errors import ExecutorUnavailable
 from worker_service.model.compiled_decoder import SUPPORTED_TRAITS, CompiledDecoder
 from worker_service.model.loader import WeightLoader
+from worker_service.model.memory import parameter_count, projections, step_size, table_size
+from worker_service.model.spec import ProjectionSpec
 from worker_service.model.traits import refusal
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -97,7 +99,7 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
         kernels = _open(config, config.thread_count)
     except KernelsUnavailable as unavailable:
         raise ExecutorUnavailable(
-            f"the compiled kernels cannot run: {unavailable}"
+            f"the compiled kernels cannot run: {unavailable}; fewer --threads may do"
         ) from unavailable
     model = CompiledDecoder(
         kernels,
@@ -114,6 +116,41 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
     return CompiledExecutor(model, f"kernels {context.build} {context.instruction_set.name}")
 
 
+def _memory(config: ExecutorConfig) -> ExecutorMemory:
+    kernels = _open(config, threads=1)  # the packed layout is the instruction set's
+    try:
+        weights_bytes = _weights_bytes(kernels, config)
+    finally:
+        kernels.close()
+    limits, spec = config.limits, config.spec
+    numbers = step_size(spec, limits.max_step_token_count, limits.max_sequence_count)
+    workspace_bytes = numbers * torch.float32.itemsize
+    if config.quantization is Quantization.INT8:  # a projection's input, as int16 with scales
+        widest = max(each.input_count for each in projections(spec))
+        scales = -(-widest // _INT8_GROUP)
+        workspace_bytes += limits.max_step_token_count * (2 * widest + 4 * scales)
+    return ExecutorMemory(weights_bytes, workspace_bytes)
+
+
+def _weights_bytes(kernels: CpuKernels, config: ExecutorConfig) -> int:
+    """Packed weights, and in float32 what is never packed: norms, biases and tables."""
+    spec = config.spec
+    group = _INT8_GROUP if config.quantization is Quantization.INT8 else None
+    embedding = ProjectionSpec((spec.embedding,))
+    head = spec.head or embedding
+    packed = [(each, group) for each in (*projections(spec), head)]
+    if spec.head is not None:
+        packed.append((embedding, None))
+    packed_bytes = sum(
+        kernels.packed_bytes(each.output_count, each.input_count, group_size=size)
+        for each, size in packed
+    )
+    matrices = sum(each.output_count * each.input_count for each, _ in packed)
+    plain = parameter_count(spec) - matrices
+    plain += table_size(spec, config.limits.max_sequence_token_count)
+    return packed_bytes + plain * torch.float32.itemsize
+
+
 def _paged_cache(layer: LayerMemory, block_size: int) -> PagedCache:
     """The layer's memory in the order that the kernels keep in each block."""
     heads, dim = layer.kv_head_count, layer.head_dim
@@ -124,5 +161,11 @@ def _paged_cache(layer: LayerMemory, block_size: int) -> PagedCache:
 
 
 COMPILED = ExecutorType(
-    "compiled", None, frozenset({Feature.BATCH_INVARIANT}), _probe, _load, has_own_threads=True
+    "compiled",
+    None,
+    frozenset({Feature.BATCH_INVARIANT}),
+    _probe,
+    _load,
+    _memory,
+    has_own_threads=True,
 )

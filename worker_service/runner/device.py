@@ -1,15 +1,16 @@
-"""Devices: which one a worker takes, what it is called, and how much of its memory is free."""
+"""Devices: which one a worker takes, what it is called, and what memory it has."""
 
 from __future__ import annotations
 
-import os
 import platform
 from pathlib import Path
 
 import torch
 
-from worker_service.domain.capability import Device, DeviceKind
-from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
+from worker_service.domain.capability import DataType, Device, DeviceKind
+from worker_service.load_errors import LoadError
+from worker_service.runner.memory_plan import Memory, require_weights, this_machine
+from worker_service.runner.options import Quantization
 
 _CPU_KV_BYTES = 1 << 30
 # The fraction of what the weights leave. The rest is for activations and the allocator.
@@ -67,33 +68,34 @@ def describe_device(device: torch.device) -> Device:
     return Device(DeviceKind.CPU, _processor_name())
 
 
-def free_bytes(device: torch.device) -> int:
-    """Free memory: the GPU's, or the host's free pages."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def memory_of(device: torch.device) -> Memory:
+    """The memory of the GPU, or that of the host."""
+    if device.type != "cuda":
+        return this_machine()
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return Memory(str(device), int(total_bytes), int(free_bytes))
 
 
 def default_kv_cache_bytes(
-    device: str, model_folder: Path, sharers: int = 1, rank_count: int = 1
+    device: torch.device, data_type: DataType, weights_bytes: int, sharers: int = 1
 ) -> int:
     """Bytes for the KV pool of a model that is not loaded yet; on a CPU the share of one of
-    `sharers` workers. A rank has about as much of the weights as each of the other ranks. Raises
-    MemoryBudgetTooSmall where its part of the weights' files leaves nothing of a GPU's free memory.
-    """
-    if device == "cpu":
+    `sharers` workers. Raises OutOfMemory where the weights leave nothing of a GPU's free memory."""
+    if device.type == "cpu":
         return _CPU_KV_BYTES // sharers
-    free_bytes, _ = torch.cuda.mem_get_info()
-    files_bytes = sum(path.stat().st_size for path in model_folder.glob("*.safetensors"))
-    weights_bytes = files_bytes / rank_count
-    if weights_bytes >= free_bytes:
-        raise MemoryBudgetTooSmall(
-            f"{weights_bytes / 1e9:.1f} GB of weights leave no room for KV in the "
-            f"{free_bytes / 1e9:.1f} GB that are free on the GPU: stop what else uses it, serve a "
-            "smaller model or, if --dtype makes the weights smaller than their files, give "
-            "--kv-cache-memory-bytes"
-        )
-    return int((free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
+    memory = memory_of(device)
+    smaller = smaller_formats(device, getattr(torch, data_type.value), Quantization.NONE)
+    require_weights(weights_bytes, memory, this_machine(), data_type.value, smaller)
+    return int((memory.free_bytes - weights_bytes) * _CUDA_KV_FRACTION)
+
+
+def smaller_formats(
+    device: torch.device, data_type: torch.dtype, quantization: Quantization
+) -> tuple[str, ...]:
+    """The flags by which the weights would take less there."""
+    if data_type is not torch.float32 or quantization is not Quantization.NONE:
+        return ()
+    return ("--dtype bfloat16", *(("--quantization int8",) if device.type == "cpu" else ()))
 
 
 def _processor_name() -> str:

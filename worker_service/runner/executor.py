@@ -83,13 +83,23 @@ class ExecutorConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExecutorMemory:
+    """What an executor will take beside the KV pool: weights with their tables and packed copies,
+    and the buffers of its largest step."""
+
+    weights_bytes: int
+    workspace_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorType:
     """An executor that could be chosen.
 
     `attention_backend` names the backend that computes its attention; None where attention is its
     own. `probe` returns why it cannot run here, None when it can. `load` takes the weights and
-    makes its caches from the pool's memory; it raises LoadError. `features` are what it promises
-    beyond the basic step. With `has_own_threads` it computes on its own threads, not on torch's.
+    makes its caches from the pool's memory; it raises LoadError. `memory` says what a load that
+    the probe allows will take. `features` are what it promises beyond the basic step. With
+    `has_own_threads` it computes on its own threads, not on torch's.
     """
 
     name: str
@@ -97,6 +107,7 @@ class ExecutorType:
     features: frozenset[Feature]
     probe: Callable[[ExecutorConfig], str | None]
     load: Callable[[ExecutorConfig, WeightLoader, KVCache], Executor]
+    memory: Callable[[ExecutorConfig], ExecutorMemory]
     has_own_threads: bool = False
 
     def __str__(self) -> str:

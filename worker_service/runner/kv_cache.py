@@ -19,6 +19,9 @@ from worker_service.load_errors import KVPoolTooLarge, MemoryBudgetTooSmall
 from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec
 
+# Plans name blocks by int32.
+_MAX_BLOCK_COUNT = 2**31 - 1
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerMemory:
@@ -165,11 +168,12 @@ def blocks_within(budget_bytes: int, groups: Iterable[LayerGroup], block_size: i
     Raises MemoryBudgetTooSmall when not even one sequence of one block fits.
     """
     size = bytes_per_block(groups, block_size)
-    count = budget_bytes // size
+    count = min(budget_bytes // size, _MAX_BLOCK_COUNT)
     if count < 2:
         raise MemoryBudgetTooSmall(
             f"a KV pool of {budget_bytes} bytes holds no sequence: give at least {2 * size}, "
-            f"two blocks of {size} bytes"
+            f"two blocks of {size} bytes, by --kv-cache-memory-bytes, or smaller blocks by "
+            "--block-size"
         )
     return count
 

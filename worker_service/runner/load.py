@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from twinplane.process.logs import fields
 from worker_service.domain.capability import (
     Capability,
     DataType,
@@ -21,18 +23,28 @@ from worker_service.domain.plan import WeightVersion
 from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.accounting import account_for
 from worker_service.model.loader import WeightLoader
+from worker_service.model.memory import parameter_count
 from worker_service.model.registry import describe
 from worker_service.model.share import all_shares
 from worker_service.model.spec import DecoderSpec
 from worker_service.parallel.peers import Peers
 from worker_service.runner.arithmetic import arithmetic_name
-from worker_service.runner.device import describe_device, open_device
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
+from worker_service.runner.device import (
+    default_kv_cache_bytes,
+    describe_device,
+    memory_of,
+    open_device,
+    smaller_formats,
+)
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
 from worker_service.runner.kv_cache import KVCache, blocks_within, bytes_per_block, layer_groups
+from worker_service.runner.memory_plan import MemoryPlan, bytes_of_rows, this_machine
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.selection import EXECUTORS, select_executor
 from worker_service.weights.checkpoint import Checkpoint
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +55,7 @@ class LoadPlan:
     config: ExecutorConfig
     layer_groups: tuple[LayerGroup, ...]
     block_count: int
+    memory: MemoryPlan
 
     def describe(self) -> str:
         """One line for people: the model, what computes it where, its format and its room."""
@@ -56,7 +69,8 @@ class LoadPlan:
         return (
             f"{spec.architecture}, {len(spec.layers)} layers{part}, {weights}, by {self.executor} "
             f"on {config.device}; {tokens:,} KV tokens, "
-            f"sequences of up to {config.limits.max_sequence_token_count:,} tokens"
+            f"sequences of up to {config.limits.max_sequence_token_count:,} tokens; "
+            f"{self.memory.describe()}"
         )
 
     def refusals(self) -> dict[str, str | None]:
@@ -71,12 +85,14 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model, or a rank's part of one, that can run steps, what it can do, and its KV pool."""
+    """A model, or a rank's part of one, that can run steps, what it can do, its KV pool, and the
+    plan of its memory."""
 
     capability: Capability
     executor: Executor
     cache: KVCache
     device: torch.device
+    memory: MemoryPlan
     peers: Peers | None = None
 
 
@@ -86,11 +102,12 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     Raises LoadError, whose message says what to do, when the options cannot be met.
     """
     loaded = load_model(options)
-    runner = ModelRunner(
-        loaded.capability, loaded.executor, loaded.cache, loaded.device, loaded.peers
-    )
-    options.progress("warming up")
-    runner.warm_up()
+    with loaded.memory.explained():
+        runner = ModelRunner(
+            loaded.capability, loaded.executor, loaded.cache, loaded.device, loaded.peers
+        )
+        options.progress("warming up")
+        runner.warm_up()
     return runner
 
 
@@ -102,9 +119,11 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         spec = account_for(checkpoint, describe(checkpoint.config))
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
+        _log_memory(plan)
         # Before the digest, which reads all weights.
         address = _host_store(options, config.peers)
-        cache = plan.make_cache()
+        with plan.memory.explained():
+            cache = plan.make_cache()
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
         loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
@@ -112,7 +131,8 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         digest = _arithmetic_digest(
             checkpoint.digest(), options.quantization, data_type, config.kv_data_type
         )
-        executor = chosen.load(config, loader, cache)
+        with plan.memory.explained():
+            executor = chosen.load(config, loader, cache)
         loader.finish()
     return LoadedModel(
         capability=Capability(
@@ -131,6 +151,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         executor=executor,
         cache=cache,
         device=device,
+        memory=plan.memory,
         peers=config.peers,
     )
 
@@ -167,16 +188,21 @@ def check_load(options: RunnerOptions, config: Mapping[str, Any] | None = None) 
 def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -> LoadPlan:
     """Sizes the pool and chooses the executor. Raises LoadError for options that cannot be met."""
     data_type = options.data_type or _default_data_type(spec, device)
+    torch_type: torch.dtype = getattr(torch, data_type.value)
     kv_data_type = options.kv_data_type or data_type
     shares = {share.coordinates: share for share in all_shares(spec, options.ranks)}
     groups = {each: layer_groups(share, kv_data_type) for each, share in shares.items()}
+    budget = options.kv_cache_bytes
+    if budget is None:
+        weights_bytes = parameter_count(shares[options.ranks]) * torch_type.itemsize
+        budget = default_kv_cache_bytes(device, data_type, weights_bytes, options.sharers)
     # Every rank of a replica has the same blocks, so those with more heads or layers decide.
     widest = max(groups.values(), key=lambda each: bytes_per_block(each, options.block_size))
-    block_count = blocks_within(options.kv_cache_bytes, widest, options.block_size)
+    block_count = blocks_within(budget, widest, options.block_size)
     config = ExecutorConfig(
         spec=spec,
         device=device,
-        data_type=getattr(torch, data_type.value),
+        data_type=torch_type,
         quantization=options.quantization,
         kv_data_type=kv_data_type,
         block_size=options.block_size,
@@ -186,7 +212,47 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
         peers=Peers(options.ranks, device) if options.ranks.size > 1 else None,
     )
     chosen = select_executor(config, options.executor, options.attention_backend)
-    return LoadPlan(chosen, config, groups[options.ranks], block_count)
+    own = groups[options.ranks]
+    kv_bytes = block_count * bytes_per_block(own, options.block_size)
+    memory = plan_memory(config, chosen.memory(config), kv_bytes)
+    memory.require_room()
+    return LoadPlan(chosen, config, own, block_count, memory)
+
+
+def plan_memory(config: ExecutorConfig, taken: ExecutorMemory, kv_bytes: int) -> MemoryPlan:
+    """What a load with an executor that takes so much beside the KV pool will take in all."""
+    quantization, format_name = config.quantization, str(config.data_type).removeprefix("torch.")
+    return MemoryPlan(
+        device=memory_of(config.device),
+        host=this_machine(),
+        weights_bytes=taken.weights_bytes,
+        kv_bytes=kv_bytes,
+        workspace_bytes=taken.workspace_bytes,
+        rows_bytes=bytes_of_rows(config.limits, config.block_size),
+        number_format=format_name if quantization is Quantization.NONE else quantization.value,
+        smaller_formats=smaller_formats(config.device, config.data_type, quantization),
+    )
+
+
+def _log_memory(plan: LoadPlan) -> None:
+    """One line before anything big is read. A host can lack memory that its KV pool needs only when
+    it fills."""
+    memory = plan.memory
+    message, level = "memory plan", logging.INFO
+    if memory.missing_bytes:
+        message, level = "memory plan exceeds what is free", logging.WARNING
+    _logger.log(
+        level,
+        message,
+        extra=fields(
+            weights_bytes=memory.weights_bytes,
+            kv_bytes=memory.kv_bytes,
+            workspace_bytes=memory.workspace_bytes,
+            rows_bytes=memory.rows_bytes,
+            free_bytes=memory.device.free_bytes,
+            total_bytes=memory.device.total_bytes,
+        ),
+    )
 
 
 def _set_torch_threads(count: int) -> None:
@@ -237,12 +303,13 @@ def _limits(options: RunnerOptions, spec: DecoderSpec, block_count: int) -> Limi
             )
     elif wanted > spec.max_length:
         raise LoadError(
-            f"sequences of {wanted} tokens were asked for; the model takes {spec.max_length}"
+            f"sequences of {wanted} tokens were asked for; the model takes {spec.max_length}: give "
+            "less by --max-model-len"
         )
     elif wanted > capacity:
         raise MemoryBudgetTooSmall(
-            f"sequences of {wanted} tokens were asked for; a KV pool of {options.kv_cache_bytes} "
-            f"bytes holds {capacity} tokens"
+            f"sequences of {wanted} tokens were asked for; the KV pool holds {capacity} "
+            "tokens: give less by --max-model-len, or more by --kv-cache-memory-bytes"
         )
     else:
         length = wanted

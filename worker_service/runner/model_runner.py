@@ -26,7 +26,7 @@ from worker_service.domain.plan import (
 from worker_service.domain.rendezvous import Rendezvous
 from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.parallel.peers import Peers
-from worker_service.runner.device import free_bytes
+from worker_service.runner.device import memory_of
 from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
 from worker_service.runner.input_batch import prepare
@@ -83,7 +83,7 @@ class ModelRunner:
             weights_bytes=self._executor.weights_bytes,
             kv_bytes=self._cache.byte_count,
             workspace_bytes=self._executor.workspace_bytes,
-            free_bytes=free_bytes(self._device),
+            free_bytes=memory_of(self._device).free_bytes,
         )
 
     def reset(self) -> None:

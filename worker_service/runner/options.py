@@ -22,14 +22,15 @@ class RunnerOptions:
     """Resolved settings of one worker's runner.
 
     `device` is "cpu" or "cuda". `data_type` None takes float32 on the CPU and the model's own
-    format elsewhere. `kv_cache_bytes` bounds the KV pool. `max_sequence_token_count` None takes the
-    model's own length, or what the pool holds if that is less. `executor` and `attention_backend`
-    None take the first that can run. `thread_count` is for computing on the CPU. `random_seed` is
-    reported, never used for sampling. `kv_data_type` None takes that of `data_type`. It and
-    `quantization` are refused where they cannot be honoured. `progress` gets short lines that tell
-    people what is being done. `ranks` is the worker's place in its replica; the first of several
-    ranks lets the others meet at `rendezvous_host`:`rendezvous_port`, 0 for any free port.
-    `rendezvous_name` is the host that it tells: empty leaves that to who asks, None is the host.
+    format elsewhere. `kv_cache_bytes` bounds the KV pool; None takes the device's default.
+    `max_sequence_token_count` None takes the model's own length, or what the pool holds if that is
+    less. `executor` and `attention_backend` None take the first that can run. `thread_count` is for
+    computing on the CPU. `random_seed` is reported, never used for sampling. `kv_data_type` None
+    takes that of `data_type`. It and `quantization` are refused where they cannot be honoured.
+    `progress` gets short lines that tell people what is being done. `ranks` is the worker's place
+    in its replica; the first of several ranks lets the others meet at
+    `rendezvous_host`:`rendezvous_port`, 0 for any free port. `rendezvous_name` is the host that it
+    tells: empty leaves that to who asks, None is the host. `sharers`: workers on this machine.
     """
 
     model_folder: Path
@@ -37,7 +38,7 @@ class RunnerOptions:
     device: str
     data_type: DataType | None
     block_size: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None
     max_sequence_count: int
     max_step_token_count: int
     max_sequence_token_count: int | None
@@ -52,3 +53,4 @@ class RunnerOptions:
     rendezvous_host: str = "127.0.0.1"
     rendezvous_port: int = 0
     rendezvous_name: str | None = None
+    sharers: int = 1

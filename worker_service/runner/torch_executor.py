@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 import torch
 
@@ -14,10 +16,12 @@ from worker_service.attention.interface import (
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
+from worker_service.layers.linear import is_packed
 from worker_service.model.loader import WeightLoader
+from worker_service.model.memory import parameter_count, step_size, table_size
 from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
 from worker_service.model.traits import refusal
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorType
+from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -86,7 +90,19 @@ def torch_executor(backend: BackendType) -> ExecutorType:
             model, backend.create(_attention(config), caches), cache, config.device
         )
 
-    return ExecutorType("torch", backend.name, frozenset(), probe, load)
+    def memory(config: ExecutorConfig) -> ExecutorMemory:
+        share, limits, size = config.share, config.limits, config.data_type.itemsize
+        numbers = parameter_count(share) + table_size(share, limits.max_sequence_token_count)
+        if share.is_tied and share.embedding and is_packed(config.device, config.data_type):
+            numbers += prod(share.embedding.shape)  # the head is a packed copy
+        logit_count = min(limits.max_sequence_count, limits.max_step_token_count)
+        step = step_size(share, limits.max_step_token_count, logit_count)
+        return ExecutorMemory(
+            weights_bytes=numbers * size,
+            workspace_bytes=backend.workspace(_attention(config)) + step * size,
+        )
+
+    return ExecutorType("torch", backend.name, frozenset(), probe, load, memory)
 
 
 def _attention(config: ExecutorConfig) -> AttentionConfig:

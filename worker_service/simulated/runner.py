@@ -97,6 +97,11 @@ class SimulatedModel:
     rendezvous_address: str = ""
 
 
+def simulated_pool_bytes(block_count: int, block_size: int) -> int:
+    """What the pool's numbers take of the host."""
+    return block_count * block_size * _BYTES_PER_SLOT
+
+
 class SimulatedRunner:
     """runner.interface.Runner. `sleep` and `clock` are in seconds."""
 

@@ -15,6 +15,7 @@ from control_plane.shell.engine import (
     EngineLost,
     VocabularyMismatch,
 )
+from control_plane.shell.workers import ServingWorker, WorkerState
 from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits
 from tests.support.edge_rig import (
@@ -98,7 +99,7 @@ async def test_no_worker_yet(edge: Edge) -> None:
 async def test_a_worker_that_is_away(edge: Edge) -> None:
     edge.engine.model = None
     for seconds, said in ((0.4, "1 s"), (12.4, "12 s"), (3600.0, "3600 s")):
-        edge.servicer._away_seconds = lambda seconds=seconds: seconds  # type: ignore[misc]
+        edge.workers[:] = [ServingWorker(WorkerState.AWAY, away_seconds=seconds)]
         for request in (
             generate_request(),
             CompleteRequest(text="a"),

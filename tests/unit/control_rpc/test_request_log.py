@@ -17,7 +17,7 @@ from control_plane.rpc import request_log
 from control_plane.text.model_files import TextModel
 from tests.support.edge_rig import refused
 from tests.support.planes import ROOT
-from tests.support.told_stack import LENGTH, ToldStack, told_stack
+from tests.support.whole_stack import LENGTH, Stack, simulating
 from twinplane.common.v1.types_pb2 import SamplingParameters, TokenIds
 from twinplane.inference.v1 import inference_pb2 as pb
 
@@ -75,7 +75,7 @@ class Seen:
         return self.code != "DEADLINE_EXCEEDED" or self.prompt is not None
 
 
-async def generate(made: ToldStack, request: pb.GenerateRequest, seconds: float = 600.0) -> Seen:
+async def generate(made: Stack, request: pb.GenerateRequest, seconds: float = 600.0) -> Seen:
     """Reads to the end."""
     seen = Seen(request.request_id)
     try:
@@ -97,7 +97,7 @@ async def generate(made: ToldStack, request: pb.GenerateRequest, seconds: float 
     return seen
 
 
-async def leave(made: ToldStack, request: pb.GenerateRequest, token_count: int) -> Seen:
+async def leave(made: Stack, request: pb.GenerateRequest, token_count: int) -> Seen:
     """Leaves after so many tokens."""
     seen = Seen(request.request_id, "CANCELLED", "cancelled")
     call = made.stub.Generate(request)
@@ -116,7 +116,7 @@ def complete(name: str, most: int) -> pb.CompleteRequest:
     return made
 
 
-async def play(made: ToldStack, kind: str, name: str, rng: random.Random) -> list[Seen]:
+async def play(made: Stack, kind: str, name: str, rng: random.Random) -> list[Seen]:
     """One request of a kind, or two, and what their clients saw."""
     match kind:
         case "length":
@@ -169,7 +169,7 @@ async def test_every_end_has_its_line(
 ) -> None:
     """55 requests at once, five of each kind, beside a neighbour that nothing of this changes."""
     rng = random.Random(seed)
-    async with told_stack(tiny_text, step_seconds=0.001) as made:
+    async with simulating(tiny_text, step_seconds=0.001) as made:
         alone = [m async for m in made.stub.Generate(asking("alone", 200))]
         neighbour = asyncio.create_task(generate(made, asking("neighbour", 200)))
         kinds = list(KINDS) * 5
@@ -214,7 +214,7 @@ async def test_every_end_has_its_line(
 @pytest.mark.parametrize("seed", range(3))
 async def test_the_metrics_count_the_same_ends(tiny_text: TextModel, seed: int) -> None:
     rng = random.Random(100 + seed)
-    async with told_stack(tiny_text, step_seconds=0.001) as made:
+    async with simulating(tiny_text, step_seconds=0.001) as made:
         kinds = [rng.choice(KINDS) for _ in range(30)]
         played = await asyncio.gather(
             *(play(made, kind, f"r{n}", rng) for n, kind in enumerate(kinds))
@@ -256,7 +256,7 @@ async def test_the_metrics_count_the_same_ends(tiny_text: TextModel, seed: int) 
 async def test_a_full_queue_refuses_with_a_line_and_its_reason(
     tiny_text: TextModel, log: pytest.LogCaptureFixture
 ) -> None:
-    async with told_stack(tiny_text, step_seconds=0.004, waiting=1) as made:
+    async with simulating(tiny_text, step_seconds=0.004, waiting=1) as made:
         running = [asyncio.create_task(generate(made, asking(f"r{n}", 100))) for n in range(12)]
         seen = await asyncio.gather(*running)
     refusals = [one for one in seen if one.reason == "QUEUE_FULL"]
@@ -277,7 +277,7 @@ async def test_a_flood_of_refusals_is_told_by_number(
     monkeypatch.setattr(request_log, "LINES_WITHOUT_TOKENS", most)
     bad = asking("bad", 4)
     bad.sampling.top_p = 2.0
-    async with told_stack(tiny_text) as made:
+    async with simulating(tiny_text) as made:
         good = [asking(f"good-{n}", 8) for n in range(30)]
         flood = [generate(made, request) for _ in range(5) for request in (*good[:6], bad, bad)]
         flood += [generate(made, bad) for _ in range(200)]
@@ -299,7 +299,7 @@ async def test_a_flood_of_refusals_is_told_by_number(
 async def test_a_deadline_is_told_apart_from_leaving(
     tiny_text: TextModel, log: pytest.LogCaptureFixture, ends_by: str
 ) -> None:
-    async with told_stack(tiny_text, step_seconds=0.05) as made:
+    async with simulating(tiny_text, step_seconds=0.05) as made:
         seconds = 3.0 if ends_by == "deadline" else 600.0
         call = made.stub.Generate(asking("one", 240), timeout=seconds)
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):

@@ -10,6 +10,7 @@ from tokenizers import AddedToken
 
 from tests.support.chain_model import chained, ids, write_chain_model
 from tests.support.edge_rig import refusal_of
+from tests.support.quick import spread
 from tests.support.toy_tokenizers import BYTE_TOKENS, bytetoy, sptoy
 from tests.support.whole_stack import serving
 from twinplane.common.v1.types_pb2 import TokenIds
@@ -45,12 +46,15 @@ def stop(*strings: str, tokens: int = 8, **more: Any) -> StopConditions:
 
 @pytest.mark.parametrize(
     "files",
-    [
-        {"config.json": {"eos_token_id": 256}},
-        {"generation_config.json": {"eos_token_id": []}},
-        {"generation_config.json": {"eos_token_id": None}},
-        {"generation_config.json": {"eos_token_id": [256]}},
-    ],
+    spread(
+        [
+            {"config.json": {"eos_token_id": 256}},
+            {"generation_config.json": {"eos_token_id": []}},
+            {"generation_config.json": {"eos_token_id": None}},
+            {"generation_config.json": {"eos_token_id": [256]}},
+        ],
+        1,
+    ),
 )
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("in_chat", [special(TURN_END), plain(TURN_END)], ids=["special", "plain"])

@@ -10,11 +10,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples, spread
 from worker_service.domain.batch import StepBatch
 from worker_service.kernels.cpu.ops import CpuKernels, PagedCache
 
 example_budget = settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 BLOCK = 16
 LONG = 700  # over the second of the kernel's context splits
@@ -172,7 +175,7 @@ def test_matches_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("window", [None, 100])
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", spread(SHAPES[:3], 1), ids=str)
 def test_rows_do_not_depend_on_chunks_mates_or_threads(
     cpu: CpuKernels, alone: CpuKernels, shape: Heads, window: int | None, dtype: torch.dtype
 ) -> None:

@@ -197,3 +197,27 @@ def test_the_compilers_own_files_go_where_the_library_is_built(tmp_path: Path) -
     library = ensure_library(tmp_path / "cache", lambda line: None, environment)
     folders = set((tmp_path / "tmp").read_text().splitlines())
     assert {Path(folder).parent for folder in folders} == {library.parent}
+
+
+TOO_MANY_THREADS = """
+import os, resource
+from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
+from worker_service.kernels.cpu.library import Context
+path = ensure_library(default_cache(os.environ), print, os.environ)
+Context(path, 2, None).close()
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+try:
+    Context(path, 1024, None)
+except KernelsUnavailable as unavailable:
+    print(unavailable)
+"""
+
+
+def test_threads_that_the_system_refuses_are_an_error_not_an_end() -> None:
+    """A container may allow few processes; here their stacks have no room."""
+    done = subprocess.run(
+        ["bash", "-c", 'ulimit -s 8192 && exec "$0" -c "$1"', sys.executable, TOO_MANY_THREADS],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "with 1024 threads cannot be opened" in done.stdout

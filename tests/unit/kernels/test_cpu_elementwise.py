@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from worker_service.domain.batch import StepBatch
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
@@ -18,7 +19,9 @@ from worker_service.kernels.cpu.ops import (
 )
 
 example_budget = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 

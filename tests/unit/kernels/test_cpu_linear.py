@@ -10,12 +10,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples, spread
 from worker_service.kernels.cpu.library import MAX_GROUP_SIZE, InstructionSet
 from worker_service.kernels.cpu.ops import CpuKernels, PackedWeight
 
 GROUPS = (None, 1, 7, 32, 128, 512)
 example_budget = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -119,7 +122,7 @@ def test_unpacking_float32_is_exact(cpu: CpuKernels) -> None:
     assert torch.equal(unpack(cpu, cpu.pack(weight)), weight)
 
 
-@pytest.mark.parametrize("group", [None, 32, 128])
+@pytest.mark.parametrize("group", spread([None, 32, 128], 1))
 @pytest.mark.parametrize(("outputs", "inputs"), [(200, 576), (96, 1536), (49, 130)])
 def test_rows_do_not_depend_on_their_batch(
     cpu: CpuKernels, alone: CpuKernels, outputs: int, inputs: int, group: int | None

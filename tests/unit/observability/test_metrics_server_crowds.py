@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from tests.support.quick import spread
 from twinplane.metrics.server import MetricsServer
 from twinplane.process.event_loop import new_event_loop
 
@@ -81,7 +82,7 @@ async def count_open(peers: list[socket.socket]) -> int:
 
 @pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("count", [32, 40, 150])
-@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("kind", spread(HALVES, 3))
 def test_a_probe_is_answered_whoever_else_is_connected(kind: str, count: int, loop: str) -> None:
     async def check() -> None:
         async with serving() as port:

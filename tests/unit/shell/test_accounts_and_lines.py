@@ -13,12 +13,13 @@ from control_plane.core.account import Account
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.request import RequestId
-from control_plane.shell import replica as replica_module
+from control_plane.shell import pipeline
 from control_plane.shell.limits import capacity_of
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import FakeWorker, Machine
 from tests.simulation.rig import Answer, Rig, read, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
+from tests.support.quick import spread
 
 STEP = 0.1
 OUTSIDE = (FinishReason.CANCELLED, FinishReason.DEADLINE)
@@ -63,7 +64,7 @@ def test_who_waits_for_a_row_has_queued_so_long() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", spread(range(60), 15))
 def test_accounts_agree_with_what_clients_got(seed: int) -> None:
     """Preemptions, losses and cancellations: times in order, tokens as they were read."""
 
@@ -175,7 +176,7 @@ def test_at_info_no_step_is_formatted(
         raise AssertionError("formatted for nobody")
 
     for name in ("log_plan", "log_result"):
-        monkeypatch.setattr(replica_module, name, never)
+        monkeypatch.setattr(pipeline, name, never)
 
     async def main(loop: VirtualLoop) -> None:
         async with running(loop, FakeWorker(Machine(), lambda: 0.01)) as rig:

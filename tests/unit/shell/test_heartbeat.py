@@ -13,6 +13,7 @@ from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, 
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import request, running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
+from tests.support.quick import spread
 
 LIMIT = 3.5
 LATEST = LIMIT * 6 / 5
@@ -198,7 +199,7 @@ def test_the_patience_counts_from_the_last_sign_of_life(patience: float) -> None
 
 
 @pytest.mark.parametrize("restarts", [False, True], ids=["thaws", "another life comes"])
-@pytest.mark.parametrize("tenths", range(5, 200, 8))
+@pytest.mark.parametrize("tenths", spread(range(5, 200, 8), 7))
 def test_streams_go_on_byte_for_byte_whenever_it_is_back(tenths: int, restarts: bool) -> None:
     seconds = tenths / 10
 

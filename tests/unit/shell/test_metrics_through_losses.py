@@ -12,6 +12,7 @@ import pytest
 from tests.simulation.fake_worker import FakeWorker, Machine
 from tests.simulation.rig import Rig, request, running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
+from tests.support.quick import spread
 
 GROWS = re.compile(r"_(total|count|sum|bucket)$")
 
@@ -58,7 +59,7 @@ async def strike(worker: FakeWorker, rng: random.Random) -> None:
             worker.machine.claim(worker.machine.epoch + 1)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", spread(range(60), 15))
 def test_counters_only_grow_and_room_is_real(seed: int) -> None:
     async def main(loop: VirtualLoop) -> None:
         rng = random.Random(seed)

@@ -185,6 +185,18 @@ async def test_the_rank_that_died_is_named_and_not_those_that_miss_it(which: int
         await worker.receive()
 
 
+@pytest.mark.parametrize("which", range(4))
+async def test_the_rank_that_failed_is_named_and_not_those_that_miss_it(which: int) -> None:
+    worker, ranks = four()
+    await worker.attach()
+    for rank in ranks:
+        rank.fails["receive"] = WorkerRefused(RefusalReason.GROUP_LOST, "another is gone")
+    ranks[which].fails["receive"] = WorkerRefused(RefusalReason.RUNNER_FAILED, "a bug", 7)
+    with pytest.raises(WorkerRefused, match=ranks[which].address) as raised:
+        await worker.receive()
+    assert (raised.value.reason, raised.value.step_id) == (RefusalReason.RUNNER_FAILED, 7)
+
+
 async def test_a_rank_that_hangs_does_not_hide_what_the_others_say() -> None:
     worker, ranks = four()
     await worker.attach()

@@ -11,7 +11,6 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
-from control_plane.shell.fleet import away_seconds
 from control_plane.shell.ports import (
     Attachment,
     RefusalReason,
@@ -19,6 +18,7 @@ from control_plane.shell.ports import (
     WorkerRefused,
 )
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.workers import away_seconds
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -123,7 +123,7 @@ def test_a_long_loss_fails_requests_and_refuses_new_ones() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(), lambda: 0.01)
         async with running(loop, worker, settings(loss_patience=30.0)) as rig:
-            assert away_seconds(rig.fleet.replicas) == 0.0
+            assert away_seconds(rig.serving()) == 0.0
             answer = rig.submit(request("a", PROMPT, 30))
             worker.reachable = False
             worker.break_connection()
@@ -131,14 +131,14 @@ def test_a_long_loss_fails_requests_and_refuses_new_ones() -> None:
             assert isinstance(answer.error, EngineLost)
             assert 30.0 <= loop.time() < 31.0
             assert rig.fleet.served_model() is None
-            assert 30.0 <= away_seconds(rig.fleet.replicas) < 31.0
+            assert 30.0 <= away_seconds(rig.serving()) < 31.0
             await asyncio.sleep(3600.0)
-            assert 3630.0 <= away_seconds(rig.fleet.replicas) < 3631.0
+            assert 3630.0 <= away_seconds(rig.serving()) < 3631.0
             with pytest.raises(EngineLost):
                 rig.submit(request("b", PROMPT, 3))
             worker.reachable = True
             await rig.attached()
-            assert away_seconds(rig.fleet.replicas) == 0.0
+            assert away_seconds(rig.serving()) == 0.0
             after = rig.submit(request("c", PROMPT, 3, arrival=loop.time()))
             await rig.settled(after)
             assert after.tokens == expected_tokens(PROMPT, 3)

@@ -13,10 +13,10 @@ from control_plane.core.events import FinishReason
 from control_plane.core.plan import StepPlan
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import DuplicateRequest, EngineDraining, EngineLost
-from control_plane.shell.fleet import away_seconds
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
+from control_plane.shell.workers import away_seconds
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
@@ -108,12 +108,12 @@ def test_the_loss_of_one_does_not_disturb_the_other() -> None:
             gaps = [after - before for before, after in pairwise(kept.sent_at)]
             assert max(gaps) < 2 * STEP_SECONDS
             assert rig.readiness == [True]
-            assert not seeds_of(lost) & seeds_of(kept), "a sequence stays where it is"
+            assert seeds_of(lost) & seeds_of(kept), "what was lost has gone on elsewhere"
 
     run_virtual(main)
 
 
-def test_who_outlives_the_patience_fails_where_the_worker_is_gone_and_nowhere_else() -> None:
+def test_patience_ends_only_without_any_worker() -> None:
     async def main(loop: VirtualLoop) -> None:
         lost, kept = both = workers()
         async with running(loop, both, settings(loss_patience=5.0)) as rig:
@@ -121,18 +121,17 @@ def test_who_outlives_the_patience_fails_where_the_worker_is_gone_and_nowhere_el
             await until(lambda: all(answer.tokens for answer in answers))
             lose(lost)
             await rig.settled(*answers)
-            assert {bool(answer.error) for answer in answers} == {True, False}
             for seed, answer in enumerate(answers, start=1):
-                assert isinstance(answer.error, EngineLost) == (seed in seeds_of(lost))
+                assert answer.tokens == expected_tokens(PROMPT, 30, seed)
             await asyncio.sleep(5.0)
             model = rig.fleet.served_model()
             assert model is not None, "one still serves"
-            assert away_seconds(rig.fleet.replicas) == 0.0
+            assert away_seconds(rig.serving()) == 0.0
             await rig.settled(rig.submit(request("after", PROMPT, 3)))
             lose(kept)
             await asyncio.sleep(6.0)
             assert rig.fleet.served_model() is None
-            assert 5.0 <= away_seconds(rig.fleet.replicas) <= 6.0, "since the last was lost"
+            assert 5.0 <= away_seconds(rig.serving()) <= 6.0, "since the last was lost"
             with pytest.raises(EngineLost):
                 rig.submit(request("none", PROMPT, 3))
             assert rig.readiness == [True, False]
@@ -161,7 +160,7 @@ def test_it_is_ready_with_the_first_worker() -> None:
 
 
 def test_what_one_can_not_hold_goes_to_the_other() -> None:
-    """The fleet's length is the smaller one; a longer request still finds its place."""
+    """The fleet's length is the larger one: a longer request finds its place."""
 
     async def main(loop: VirtualLoop) -> None:
         short, long = both = workers()
@@ -169,24 +168,12 @@ def test_what_one_can_not_hold_goes_to_the_other() -> None:
         short.machine.block_count = 1000
         async with running(loop, both) as rig:
             model = rig.fleet.served_model()
-            assert model is not None and model.max_sequence_token_count == 16
+            assert model is not None and model.max_sequence_token_count == 64
             prompt = list(range(2, 32))
             answer = rig.submit(request("long", prompt, 5))
             await rig.settled(answer)
             assert answer.tokens == expected_tokens(prompt, 5)
             assert not seeds_of(short) and seeds_of(long)
-
-    run_virtual(main)
-
-
-def test_the_fleets_vocabulary_is_what_all_know() -> None:
-    async def main(loop: VirtualLoop) -> None:
-        both = workers()
-        both[1].machine.vocabulary_size -= 7
-        async with running(loop, both) as rig:
-            model = rig.fleet.served_model()
-            assert model is not None
-            assert model.vocabulary_size == both[0].machine.vocabulary_size - 7
 
     run_virtual(main)
 

@@ -21,6 +21,7 @@ from control_plane.text.model_files import TextModel
 from control_plane.text.processor import TextLimits, TextProcessor
 from control_plane.text.stop_strings import StopMatcher, StopStrings
 from control_plane.text.tokenizer import Tokenizer
+from tests.support.quick import examples
 from tests.support.toy_tokenizers import KINDS, bert, bytetoy, of_words, sptoy
 
 Make = Callable[[tokenizers.Tokenizer], TextProcessor]
@@ -106,7 +107,7 @@ def tokenizer_of(kind: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(data=st.data())
 def test_every_part_of_an_answer_is_found_where_it_completes(
     kind: str, data: st.DataObject

@@ -12,6 +12,7 @@ from control_plane.text.chat_template import ChatMessage, ChatTemplate
 from control_plane.text.errors import NoChatTemplate, TemplateFailed
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.template_process import RenderLimits
+from tests.support.quick import spread
 
 LIMITS = RenderLimits(max_characters=100_000, cpu_seconds=5.0, memory_bytes=512 << 20)
 SMALL = RenderLimits(max_characters=100_000, cpu_seconds=0.2, memory_bytes=256 << 20)
@@ -61,7 +62,7 @@ def test_chatml(template: Callable[..., TemplatePool]) -> None:
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [
+    spread([
         ("{{ bos_token }}{{ eos_token }}{{ unk_token }}", "<s></s>"),
         ("{% if tools is none and documents is none %}none{% endif %}", "none"),
         ("{{ messages[0].content }}|{{ messages[-1]['role'] }}", "Be brief.|user"),
@@ -135,8 +136,8 @@ def test_chatml(template: Callable[..., TemplatePool]) -> None:
             '[1,2]{"a": 2, "b": 1}',
         ),
         ("  {% if true %}\n  x\n  {% endif %}\n", "  x\n"),
-    ],
-)
+    ], 10),
+)  # fmt: skip
 def test_what_templates_use(
     template: Callable[..., TemplatePool], source: str, expected: str
 ) -> None:

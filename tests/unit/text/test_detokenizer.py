@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from control_plane.text.detokenizer import Detokenizer, WindowDetokenizer
 from control_plane.text.model_files import load_text_model
 from control_plane.text.tokenizer import Tokenizer
+from tests.support.quick import examples
 from tests.support.toy_tokenizers import BYTE_TOKENS, KINDS
 from twinplane.models import resolve
 
@@ -92,7 +93,7 @@ def of_kind(kind: str) -> tuple[tokenizers.Tokenizer, Tokenizer]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(data=st.data(), cuts=cuts)
 def test_what_comes_behind_a_prompt_is_what_it_adds(
     kind: str, data: st.DataObject, cuts: list[int]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from control_plane.text.assembler import TextAssembler
 from control_plane.text.stop_strings import StopMatcher, StopStrings
 from control_plane.text.tokenizer import Tokenizer
+from tests.support.quick import examples
 
 
 def naive(text: str, strings: list[str]) -> tuple[str, str | None, int]:
@@ -136,7 +137,7 @@ def naive_with_names(symbols: list[str], strings: list[str]) -> tuple[str, str |
     return "".join(symbol for symbol in symbols if symbol[0] != "-"), None, len(symbols)
 
 
-@settings(max_examples=2000)
+@settings(max_examples=examples(2000))
 @given(
     symbols=st.lists(st.sampled_from([*"ab<e>x", *(f"-{name}" for name in NAMES)]), max_size=12),
     strings=st.lists(st.text("abx", min_size=1, max_size=4), max_size=2),

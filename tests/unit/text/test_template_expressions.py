@@ -14,6 +14,8 @@ from control_plane.text.errors import TextError
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.template_process import RenderLimits
 
+pytestmark = pytest.mark.slow
+
 reference = pytest.importorskip("transformers.utils.chat_template_utils")
 
 LIMITS = RenderLimits(max_characters=1 << 20, cpu_seconds=10.0, memory_bytes=512 << 20)

@@ -14,6 +14,7 @@ from control_plane.text.errors import TextError
 from control_plane.text.template_environment import compile_template
 from control_plane.text.template_pool import TemplatePool
 from control_plane.text.template_process import RenderLimits
+from tests.support.quick import examples
 from tests.support.reference_template import reference_rendering
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -147,7 +148,7 @@ def in_environment(source: str, messages: list[tuple[str, str]]) -> str | None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(messages=turns)
 def test_the_environment_is_that_of_transformers(
     name: str, messages: list[tuple[str, str]]
@@ -165,7 +166,7 @@ def process(request: pytest.FixtureRequest) -> Iterator[tuple[str, TemplatePool]
     pool.close()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(messages=turns)
 def test_the_process_renders_what_transformers_renders(
     process: tuple[str, TemplatePool], messages: list[tuple[str, str]]

@@ -186,6 +186,7 @@ async def gather(processor: TextProcessor, texts: Sequence[str]) -> list[object]
     return list(await asyncio.gather(*chats, return_exceptions=True))
 
 
+@pytest.mark.slow
 async def test_eight_long_chats_at_once_all_get_what_one_gets(
     stack: ExitStack, byte_level: Tokenizer
 ) -> None:

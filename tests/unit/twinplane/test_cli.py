@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -23,10 +24,14 @@ from tests.support.scripted_inference import (
     started,
 )
 from tests.unit.twinplane.cli_process import PATIENCE, run
+from twinplane import cli
 from twinplane.cli import main
 from twinplane.cli.failures import one_line
 from twinplane.errors import InvalidRequest, Overloaded, Unavailable, Violation
 from twinplane.inference.v1 import inference_pb2 as pb
+from twinplane.settings.command_parser import MOST_USED
+from twinplane.settings.control import ControlConfig
+from twinplane.settings.worker import WorkerConfig
 
 # The front door.
 
@@ -50,12 +55,55 @@ def test_version_and_mistakes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gnerate" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["up", "control", "worker", "generate", "chat", "doctor"])
-def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+WITH_SETTINGS = ("up", "control", "worker", "doctor")
+HELPS = [
+    *((name, "--help") for name in cli.commands()),
+    *((name, "--help-all") for name in WITH_SETTINGS),
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), HELPS)
+def test_each_help_is_for_a_narrow_terminal_and_ends_with_examples_that_parse(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main([command, flag])
     assert caught.value.code == 0
-    assert f"usage: twinplane {command}" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].startswith(f"usage: twinplane {command}")
+    assert re.match(r"[A-Z][a-z]+ ", lines[2]), "a verb first"
+    if flag == "--help":
+        assert len(lines) <= 48, "a screen"
+    options, _, examples = text.partition("\nexamples:\n")
+    known = set(re.findall(r"(?<!\S)--[a-z][a-z-]*", options))
+    assert examples
+    for example in examples.splitlines():
+        assert f"twinplane {command}" in example
+        flags = {word for word in example.split() if word.startswith("--")}
+        assert flags <= known | {"--revision"}, example
+
+
+@pytest.mark.parametrize("command", WITH_SETTINGS)
+def test_the_short_help_is_a_part_of_the_whole(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit):
+            main([command, flag])
+        shown.append(set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", capsys.readouterr().out, re.M)))
+    short, whole = shown
+    assert short < whole
+    assert {"--help-all", "--config", "--model", "--port"} <= short
+    assert len(whole) > len(short) + 10
+
+
+def test_what_the_short_help_shows_are_settings() -> None:
+    known = {setting.name for cls in (ControlConfig, WorkerConfig) for setting in fields(cls)}
+    assert set(MOST_USED) <= known
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -79,6 +127,7 @@ def test_errors_say_what_to_do_in_one_line() -> None:
 # generate.
 
 
+@pytest.mark.slow
 def test_generate_streams_text_and_tells_its_usage(simulated_planes: Planes) -> None:
     flags = ("--address", simulated_planes.address, "--max-tokens", "8", "--seed", "3")
     plain = run("generate", "ab", *flags, "-v")
@@ -93,6 +142,7 @@ def test_generate_streams_text_and_tells_its_usage(simulated_planes: Planes) -> 
             assert run("generate", *argument, *flags, stdin=piped).stdout == plain.stdout
 
 
+@pytest.mark.slow
 def test_generate_uses_the_chat_template_unless_it_is_told_not_to(simulated_planes: Planes) -> None:
     flags = ("--address", simulated_planes.address, "--max-tokens", "2", "--json")
 
@@ -110,6 +160,7 @@ def test_generate_uses_the_chat_template_unless_it_is_told_not_to(simulated_plan
     assert prompt_tokens("ab") == len(rendered) - special
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[""], ["-"], [], ["--raw", ""]])
 def test_an_empty_prompt_is_a_mistake_of_usage(arguments: list[str]) -> None:
     done = run("generate", *arguments, stdin="\n")
@@ -127,6 +178,7 @@ def test_a_model_without_a_template_goes_on_from_the_text() -> None:
     assert request.text == "the prompt"
 
 
+@pytest.mark.slow
 def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
     simulated_planes: Planes,
 ) -> None:
@@ -142,6 +194,7 @@ def test_a_default_length_is_what_fits_and_an_asked_one_is_refused(
     assert "48" in refused.stderr
 
 
+@pytest.mark.slow
 def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
     nobody = run("generate", "x", "--address", f"127.0.0.1:{free_port()}", "--wait", "0")
     assert nobody.returncode == 1
@@ -154,6 +207,7 @@ def test_generate_fails_in_one_line(simulated_planes: Planes) -> None:
     assert len(wrong.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_generate_into_a_closed_pipe_ends_quietly(simulated_planes: Planes) -> None:
     # Closed before the command starts: a reader that leaves midway races the stream's end.
     read_end, write_end = os.pipe()
@@ -173,6 +227,7 @@ def test_generate_into_a_closed_pipe_ends_quietly(simulated_planes: Planes) -> N
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_the_generation_on_the_server() -> None:
     service = ScriptedInference(scripts=deque([[started(), delta("a", 1), Hang()]]))
     with (
@@ -213,6 +268,7 @@ def test_what_is_asked_for_reaches_the_server() -> None:
 # model.
 
 
+@pytest.mark.slow
 def test_model_list_and_an_unknown_name(tmp_path: Path) -> None:
     empty = run("model", "list", TWINPLANE_HOME=str(tmp_path), HF_HOME=str(tmp_path))
     assert "run: twinplane model pull" in empty.stdout

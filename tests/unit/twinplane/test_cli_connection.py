@@ -64,6 +64,7 @@ def test_flag_before_variable_before_default(monkeypatch: pytest.MonkeyPatch) ->
     assert parsed("--address", "other:2") == Connection("other:2")
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_commands_go_where_the_variable_says(command: str) -> None:
     whole = finished(reason=pb.FINISH_REASON_STOP)
@@ -91,6 +92,7 @@ def test_the_variable_is_none_of_a_planes(
 # --- how ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_metadata_and_tls_are_flags(tmp_path: Path) -> None:
     ca, key, chain = (tmp_path / name for name in ("ca.pem", "key.pem", "chain.pem"))
     subprocess.run(
@@ -144,6 +146,7 @@ def test_wrong_flags_end_in_one_line(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_not_there_is_named() -> None:
     done = run("generate", "x", "--tls-ca", "/nonexistent/ca.pem")
     assert done.stderr == "twinplane generate: No such file or directory: /nonexistent/ca.pem\n"
@@ -168,16 +171,18 @@ def test_credentials_are_checked(
 # --- what they say ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_nobody_there(command: str) -> None:
     address = f"127.0.0.1:{free_port()}"
-    done = run(command, "--address", address, stdin="hi\n")
+    done = run(command, "--address", address, "--wait=0.1", stdin="hi\n")
     assert (done.returncode, done.stdout) == (1, "")
     (line,) = done.stderr.splitlines()
     assert f"no server answers at {address}: connection refused" in line
     assert "is `twinplane up` running? --address or TWINPLANE_ADDRESS names another" in line
 
 
+@pytest.mark.slow
 @COMMANDS
 def test_a_worker_there(simulated_planes: Planes, command: str) -> None:
     done = run(command, "--address", simulated_planes.worker_address, stdin="hi\n")
@@ -186,6 +191,7 @@ def test_a_worker_there(simulated_planes: Planes, command: str) -> None:
     assert f"a worker listens at {simulated_planes.worker_address}, not a control plane" in line
 
 
+@pytest.mark.slow
 @COMMANDS
 @pytest.mark.parametrize("end", [Fail(grpc.StatusCode.INTERNAL, "a bug"), None], ids=str)
 def test_an_error_behind_text_has_its_own_line(command: str, end: Fail | None) -> None:
@@ -199,6 +205,7 @@ def test_an_error_behind_text_has_its_own_line(command: str, end: Fail | None) -
     assert done.stderr.startswith(f"twinplane {command}: ")
 
 
+@pytest.mark.slow
 def test_an_error_before_any_text_leaves_no_empty_line() -> None:
     service = ScriptedInference(scripts=deque([[started(), Fail(grpc.StatusCode.INTERNAL)]]))
     with serve(service) as address:

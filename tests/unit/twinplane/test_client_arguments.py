@@ -204,6 +204,7 @@ def test_what_no_field_holds_is_an_invalid_request(options: Any, field: str) -> 
         ("detokenize", [[1, 2.0]], {}, r"token_ids\[1\] must be an integer"),
         ("detokenize", [[1]], {"keep_special_tokens": None}, "keep_special_tokens must be"),
         ("list_models", [], {"timeout": "5"}, "timeout must be a number, not str"),
+        ("list_workers", [], {"timeout": "5"}, "timeout must be a number, not str"),
         ("generate", ["x"], {"timeout": [5]}, "timeout must be"),
         ("complete", ["x"], {"timeout": True}, "timeout must be"),
         ("health", [], {"timeout": "5"}, "timeout must be"),

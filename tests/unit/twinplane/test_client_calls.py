@@ -20,8 +20,10 @@ from twinplane import (
     Message,
     SamplingDefaults,
     ServedModel,
+    ServingWorker,
     Usage,
     WeightVersion,
+    WorkerState,
 )
 from twinplane.inference.v1 import inference_pb2 as pb
 
@@ -187,6 +189,22 @@ def test_list_models(call: Call) -> None:
     defaults = SamplingDefaults(0.5, 20, 0.75, 0.0)
     version = WeightVersion(1, "ab")
     assert call("list_models") == (ServedModel("m", 64, 9, True, version, defaults),)
+
+
+def test_list_workers(call: Call, service: ScriptedInference) -> None:
+    assert call("list_workers") == (), "the server is too old to tell"
+    service.workers = [
+        pb.ServingWorker(
+            state=pb.WORKER_STATE_ATTACHED, worker_id="w", device="cpu", kv_token_count=64,
+            free_kv_token_count=48, max_sequence_count=4, running_sequence_count=1,
+        ),
+        pb.ServingWorker(state=pb.WORKER_STATE_AWAY, waiting_sequence_count=3),
+    ]  # fmt: skip
+    service.workers[1].away.seconds = 12
+    assert call("list_workers") == (
+        ServingWorker(WorkerState.ATTACHED, "w", "cpu", None, 64, 48, 4, 1, 0),
+        ServingWorker(WorkerState.AWAY, "", "", 12.0, 0, 0, 0, 0, 3),
+    )
 
 
 def test_a_server_that_is_too_old_to_tell_its_sampling(

@@ -235,8 +235,15 @@ async def test_async_timeout_around_a_generation_cancels_the_call(
 ) -> None:
     async with AsyncClient(address) as client:
         with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.3):
-                await client.generate("x").result()
+            async with asyncio.timeout(None) as patience:
+
+                async def end_once_it_runs() -> None:
+                    await _acquired(service.hanging)
+                    patience.reschedule(0.0)
+
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(end_once_it_runs())
+                    await client.generate("x").result()
         assert await _acquired(service.left)
 
 

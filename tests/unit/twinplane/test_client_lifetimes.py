@@ -95,7 +95,7 @@ def test_complete_gives_what_generate_gives(call: Call, service: ScriptedInferen
 
 METHODS: list[tuple[str, list[Any]]] = [
     ("generate", ["x"]), ("complete", ["x"]), ("tokenize", ["x"]), ("detokenize", [[1]]),
-    ("list_models", []), ("health", []), ("wait_ready", []),
+    ("list_models", []), ("list_workers", []), ("health", []), ("wait_ready", []),
 ]  # fmt: skip
 every_method = pytest.mark.parametrize(("method", "arguments"), METHODS)
 

@@ -80,6 +80,7 @@ def test_no_uvloop_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert states(check_event_loop()) == [State.WARN]
 
 
+@pytest.mark.slow
 def test_the_worker_is_asked_in_another_process() -> None:
     found = {finding.subject: finding for finding in check_worker(["--threads=3"])}
     assert "fail" not in {finding.state.value for finding in found.values()}
@@ -89,16 +90,19 @@ def test_the_worker_is_asked_in_another_process() -> None:
     assert found["executor torch with reference attention"].state is State.OK
 
 
+@pytest.mark.slow
 def test_a_model_that_a_worker_would_refuse_is_told(tmp_path: Path) -> None:
     good = save_random(tiny_spec(), tmp_path / "good")
     (good / "config.json").write_text(json.dumps(TINY_CONFIG))
     options = [f"--model={good}", "--executor=torch", "--kv-cache-memory-bytes=1MiB"]
     found = {finding.subject: finding for finding in check_worker(options)}
     assert found["worker"].state is State.OK
-    assert found["worker"].detail == (
+    start, memory = found["worker"].detail.rsplit("; ", 1)
+    assert start == (
         "would start: LlamaForCausalLM, 2 layers, float32, by torch with torch attention on cpu; "
         "8,176 KV tokens, sequences of up to 64 tokens"
     )
+    assert memory.startswith("weights 21.8 kB + KV 1.05 MB + workspace ")
     (good / "config.json").write_text(json.dumps({**TINY_CONFIG, "num_hidden_layers": 1}))
     found = {finding.subject: finding for finding in check_worker(options)}
     assert found["worker"].state is State.FAIL
@@ -122,6 +126,7 @@ def test_without_torch_the_rest_is_still_said() -> None:
     assert install_command(Extra.WORKER) in findings[-1].fix
 
 
+@pytest.mark.slow
 def test_a_wrong_compiler_is_refused_as_by_a_build(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -181,6 +186,7 @@ def test_the_model_has_to_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert name in wrong.detail
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_not_converted_by_looking(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -273,6 +279,7 @@ def test_every_detail_starts_in_one_column(
     assert short.index("one") == long.index("two")
 
 
+@pytest.mark.slow
 def test_the_doctor_itself_imports_no_torch() -> None:
     script = (
         "import sys; from twinplane.cli import main; main(['doctor', '--json'])\n"

@@ -63,12 +63,12 @@ def test_a_message_that_is_broken_as_a_whole_blames_no_field_of_its_own(raw: byt
 
 def test_the_search_for_the_field_is_bounded() -> None:
     fine = field(pb.GenerateRequest, "model", b"a")
-    started = time.perf_counter()
+    started = time.process_time()
     assert blamed(fine * 300_000 + b"\x07") == ""
-    searched = time.perf_counter() - started
-    started = time.perf_counter()
+    searched = time.process_time() - started
+    started = time.process_time()
     parse(fine * 300_000, pb.GenerateRequest.FromString)
-    assert searched < 20 * (time.perf_counter() - started), "of the order of parsing it"
+    assert searched < 20 * (time.process_time() - started), "of the order of parsing it"
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress], ids=["gzip", "deflate"])

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.support import runner_rig, tiny_llama
+from tests.support.quick import spread
 from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import VOCABULARY
 from worker_service.domain.capability import DataType, Feature
@@ -77,7 +78,7 @@ def next_logits(runner: ModelRunner, rows: dict[int, list[int]], chunk: int) -> 
     return logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", spread(MODELS, 1))
 @pytest.mark.parametrize("numbers", FORMATS)
 def test_company_order_chunks_and_threads_change_no_bit(
     name: str, numbers: str, folders: dict[str, Path]

@@ -51,7 +51,8 @@ COMPILED, TORCH, REFERENCE = EXECUTORS
 
 
 def refusing(name: str, reason: str | None) -> ExecutorType:
-    return ExecutorType(name, None, frozenset(), lambda config: reason, EXECUTORS[-1].load)
+    last = EXECUTORS[-1]
+    return ExecutorType(name, None, frozenset(), lambda config: reason, last.load, last.memory)
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from tests.support.runner_rig import GREEDY, column
 from worker_service.domain.capability import Limits
 from worker_service.domain.plan import (
@@ -21,7 +22,7 @@ from worker_service.runner.request_state import RequestState
 LIMITS = Limits(8, 512, 60, 60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data(), st.sampled_from([1, 3, 4, 16]))
 def test_equals_loops(data: st.DataObject, block_size: int) -> None:
     rows = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=8, unique=True))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from tests.support.simulated_tokens import expected_tokens
 from tests.support.worker_rig import simulated_runner
 from worker_service.domain.capability import Feature, Limits
@@ -153,7 +154,7 @@ class Controller:
         assert next(flat, None) is None
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(
     prompts=st.lists(st.lists(st.integers(0, 22), min_size=1, max_size=20), min_size=1, max_size=4),
     chunk=st.integers(1, 21),

@@ -54,9 +54,11 @@ class GatedBuild:
 
     def __init__(self, outcome: SimulatedRunner | Exception) -> None:
         self._outcome = outcome
+        self.entered = threading.Event()
         self.opened = threading.Event()
 
     def __call__(self) -> SimulatedRunner:
+        self.entered.set()
         assert self.opened.wait(PATIENCE)
         if isinstance(self._outcome, Exception):
             raise self._outcome
@@ -287,7 +289,7 @@ async def test_the_application_stops_while_it_loads():
     stop = asyncio.Event()
     build = GatedBuild(simulated_runner())
     running = asyncio.create_task(serve(CONFIG, stop, build))
-    await asyncio.sleep(0.05)
+    await until(build.entered.is_set)
     stop.set()
     assert await asyncio.wait_for(running, PATIENCE) == ""
     build.opened.set()
@@ -317,6 +319,40 @@ async def test_the_application_ends_with_an_error_when_the_worker_breaks(caplog)
         await stub.Attach(attach_request(1))
         assert (await refusal(stub.Attach(attach_request(2)))).reason == "RUNNER_FAILED"
         assert (await asyncio.wait_for(running, PATIENCE)).startswith("broke: ")
+
+
+class AcceleratorError(RuntimeError):
+    """As torch names what a GPU's driver says."""
+
+
+LOST = (
+    AcceleratorError("an illegal memory access was encountered\nCompile with …"),
+    RuntimeError("CUDA error: the GPU has fallen off the bus. For debugging …"),
+    RuntimeError("HIP error: no device"),
+    RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`"),
+)
+
+
+@pytest.mark.parametrize("error", LOST, ids=lambda error: str(error)[:10])
+async def test_the_application_ends_when_its_device_is_gone(error, caplog):
+    """No later step could run in this process: whoever supervises it starts another."""
+    caplog.set_level(logging.INFO)
+
+    def fail(plan):
+        raise error
+
+    build = GatedBuild(ProvokedRunner(simulated_runner(), fail))
+    build.opened.set()
+    running = asyncio.create_task(serve(CONFIG, asyncio.Event(), build))
+    await until(lambda: any(record.message == "ready" for record in caplog.records))
+    (listening,) = [record for record in caplog.records if record.message == "listening"]
+    async with grpc.aio.insecure_channel(listening.fields["address"]) as channel:
+        stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
+        await stub.Attach(attach_request(1))
+        assert (await refusal(stub.Forward(first()))).reason == "RUNNER_FAILED"
+        failure = await asyncio.wait_for(running, PATIENCE)
+    assert failure.startswith("broke: the device failed: ")
+    assert "\n" not in failure
 
 
 async def test_the_application_ends_with_an_error_when_the_port_is_taken():

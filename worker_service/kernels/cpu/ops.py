@@ -135,15 +135,24 @@ class CpuKernels:
     def __init__(self, context: Context) -> None:
         self.context = context
 
+    def packed_bytes(
+        self, out_features: int, in_features: int, *, group_size: int | None = None
+    ) -> int:
+        """The byte_count of what `pack` makes of a weight [out, in]."""
+        group = None if group_size is None else min(group_size, in_features)
+        kind = 0 if group is None else _INT8
+        return self.context.packed_bytes(
+            library.Packed(None, out_features, in_features, kind, group or 0)
+        )
+
     def pack(self, weight: torch.Tensor, *, group_size: int | None = None) -> PackedWeight:
         """Packs `weight` [out, in]; with `group_size` to int8, a scale per group and output."""
         out_features, in_features = weight.shape
         assert out_features > 0 and in_features > 0
         assert group_size is None or 0 < group_size <= MAX_GROUP_SIZE
         group = None if group_size is None else min(group_size, in_features)
-        kind = 0 if group is None else _INT8
-        shape = library.Packed(None, out_features, in_features, kind, group or 0)
-        storage = torch.empty(self.context.packed_bytes(shape), dtype=torch.uint8)
+        size = self.packed_bytes(out_features, in_features, group_size=group)
+        storage = torch.empty(size, dtype=torch.uint8)
         self.context.advise_huge_pages(storage.data_ptr(), storage.numel())
         packed = PackedWeight(storage, out_features, in_features, group)
         weight = weight.detach().to(torch.float32).contiguous()

@@ -85,12 +85,19 @@ class Buffer {
 class Pool {
  public:
   explicit Pool(int threads) : ranges_(static_cast<size_t>(threads)) {
-    for (int thread = 1; thread < threads; ++thread) {
-      workers_.emplace_back([this, thread] { work(thread); });
+    try {
+      for (int thread = 1; thread < threads; ++thread) {
+        workers_.emplace_back([this, thread] { work(thread); });
+      }
+    } catch (...) {  // the system refuses a thread; those that run would end the process
+      stop();
+      throw;
     }
   }
 
-  ~Pool() {
+  ~Pool() { stop(); }
+
+  void stop() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopping_.store(true);

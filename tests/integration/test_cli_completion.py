@@ -52,7 +52,8 @@ def test_it_completes_every_command(script: Path) -> None:
 
 @pytest.mark.parametrize("command", sorted(cli.commands()))
 def test_it_completes_every_flag(script: Path, command: str) -> None:
-    shown = run(command, "--help").stdout
+    whole = "--help-all" in run(command, "--help").stdout
+    shown = run(command, "--help-all" if whole else "--help").stdout
     flags = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown, re.MULTILINE))
     assert "--help" in flags
     assert completed(script, [command, "--"]) >= flags
@@ -75,6 +76,8 @@ def test_it_completes_files_where_a_file_is_meant(script: Path, tmp_path: Path) 
     (tmp_path / "settings.toml").touch()
     assert completed(script, ["up", "--config", "set"], tmp_path) == {"settings.toml"}
     assert completed(script, ["chat", "--model", "set"], tmp_path) == set()
+    for command, flag in (("chat", "--history"), ("status", "--tls-ca"), ("generate", "--tls-key")):
+        assert completed(script, [command, flag, "set"], tmp_path) == {"settings.toml"}
 
 
 def test_zsh_has_one_too() -> None:

@@ -3,40 +3,63 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
 import time
+from collections import deque
 from concurrent import futures
+from dataclasses import fields
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.support.planes import Plane, Planes, free_port, running_planes
+from tests.support.scripted_inference import ScriptedInference, serve
 from tests.unit.twinplane.cli_process import PATIENCE, run
+from twinplane.client.values import ServingWorker
+from twinplane.inference.v1 import inference_pb2 as pb
 from twinplane.models import SIMULATED_MODEL, resolve
+
+
+def away(seconds: float) -> pb.ServingWorker:
+    worker = pb.ServingWorker(state=pb.WORKER_STATE_AWAY, worker_id="w", device="cpu")
+    worker.away.FromNanoseconds(round(seconds * 1e9))
+    return worker
+
+
+def rows(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    """What is said of each subject."""
+    return dict(re.split(r" {2,}", line, maxsplit=1) for line in done.stdout.splitlines())
 
 
 def test_a_control_plane_says_what_it_serves(simulated_planes: Planes) -> None:
     done = run("status", "--address", simulated_planes.address)
     assert done.returncode == 0, done.stderr
-    words = [line.split(maxsplit=1) for line in done.stdout.splitlines()]
-    assert ["model", "tiny"] in words
-    assert ["worker", "attached"] in words
-    assert any(line.split() == ["control", "plane", "ready"] for line in done.stdout.splitlines())
+    said = rows(done)
+    assert (said["control plane"], said["worker"], said["model"]) == ("ready", "attached", "tiny")
+    assert said["sampling"] == "temperature 1, top-k 0, top-p 1, min-p 0 by default"
+    assert re.fullmatch(r"([\d,]+) of \1 KV tokens are free", said["room"])
+    assert re.fullmatch(r"0 run, 0 wait; at most [\d,]+ run at once", said["sequences"])
 
 
 def test_machines_get_an_object(simulated_planes: Planes) -> None:
     report = json.loads(run("status", "--json", "--address", simulated_planes.address).stdout)
     (model,) = report.pop("models")
+    (worker,) = report.pop("workers")
     assert report == {
         "address": simulated_planes.address,
         "plane": "control plane",
         "ready": True,
         "reason": "",
-        "worker": "attached",
     }
     assert (model["name"], model["supports_chat"]) == ("tiny", True)
     assert len(model["weight_digest"]) == 64
+    assert model["default_sampling"] == {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+    assert set(worker) == {field.name for field in fields(ServingWorker)}
+    assert (worker["state"], worker["away_seconds"]) == ("attached", None)
+    assert worker["kv_token_count"] == worker["free_kv_token_count"] > 0
 
 
 def test_a_worker_is_told_from_a_control_plane(simulated_planes: Planes) -> None:
@@ -46,6 +69,9 @@ def test_a_worker_is_told_from_a_control_plane(simulated_planes: Planes) -> None
     assert (report["plane"], report["ready"]) == ("worker", True)
     assert (report["device"], report["controller"]) == ("simulated", "epoch 1")
     assert report["models"][0]["vocabulary_size"] > 0
+    assert report["kv_token_count"] == report["free_kv_token_count"] > 0
+    assert report["max_sequence_count"] > 0
+    assert report["workers"] == []
 
 
 def test_without_a_worker_it_is_not_ready(tmp_path: Path) -> None:
@@ -57,9 +83,12 @@ def test_without_a_worker_it_is_not_ready(tmp_path: Path) -> None:
         while (done := run("status", f"--address=127.0.0.1:{port}")).stdout == "":
             assert time.monotonic() < deadline, done.stderr
         assert done.returncode == 1
-        assert "not ready" in done.stdout
-        assert "reason" in done.stdout
-        assert "\nmodel" not in done.stdout
+        assert rows(done) == {
+            "address": f"127.0.0.1:{port}",
+            "control plane": "not ready",
+            "reason": "no worker has come yet: requests are refused until one does",
+            "worker": "none has come yet",
+        }
     finally:
         plane.stop()
 
@@ -73,8 +102,13 @@ def test_a_lost_worker_is_said_while_requests_wait(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
         report = json.loads(done.stdout)
         assert report["ready"] is False
-        assert "worker" in report["reason"]
-        assert "worker" not in report
+        assert report["reason"].startswith("its worker has been away for ")
+        assert report["reason"].endswith(" s: requests wait for it")
+        assert report["workers"][0]["state"] == "away"
+        assert report["workers"][0]["away_seconds"] > 0
+        assert re.fullmatch(
+            r"away for \d+ s", rows(run("status", "--address", planes.address))["worker"]
+        )
 
 
 def test_another_grpc_server_is_neither_plane() -> None:
@@ -112,3 +146,33 @@ def test_a_wrong_timeout_is_wrong_usage(seconds: str) -> None:
     done = run("status", f"--timeout={seconds}")
     assert done.returncode == 2
     assert "--timeout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "models", "reason", "state"),
+    [
+        ([], 1, "no worker has come yet: requests are refused until one does", None),
+        ([pb.ServingWorker(state=3)], 0, "no worker has come yet: ", "none has come yet"),
+        ([away(0.2)], 1, "its worker has been away for 1 s: requests wait for it", "away for 1 s"),
+        (
+            [away(3600)],
+            0,
+            "its worker has been away for 3600 s: requests are refused until it is back",
+            "away for 3600 s",
+        ),
+        ([pb.ServingWorker(state=1)], 1, "it shuts down: it finishes what runs", "attached"),
+        ([pb.ServingWorker(state=9)], 1, "no worker has come yet: ", "unknown"),
+    ],
+)  # fmt: skip
+def test_why_a_server_is_not_ready(
+    workers: list[pb.ServingWorker], models: int, reason: str, state: str | None
+) -> None:
+    service = ScriptedInference(health=deque([2]), workers=workers, unready=0 if models else 9)
+    with serve(service) as address:
+        done = run("status", f"--address={address}")
+    assert done.returncode == 1
+    said = rows(done)
+    assert said["control plane"] == "not ready"
+    assert said["reason"].startswith(reason)
+    assert said.get("worker") == state
+    assert ("model" in said) is bool(models)

@@ -1,0 +1,207 @@
+"""Where sequences should be, over all replicas. Pure: it looks at cores, and changes none.
+
+Every sequence is in one core, waiting or running. It is placed once, and moves only for a reason:
+its worker is lost or leaves, or it waits where another replica would start it at once. Whoever
+moves starts with the next plan of its new place, or waits there by its rank: so nothing goes back
+and forth, and no replica is idle while a sequence that fits it waits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from control_plane.core import placement, succession
+from control_plane.core.placement import Load
+from control_plane.core.request import Request, SequenceId
+from control_plane.core.scheduler import Scheduler
+from control_plane.core.sequence import Sequence
+from control_plane.core.succession import Traits
+
+
+class MemberState(Enum):
+    """The life of a replica in the fleet; the value names it to people."""
+
+    JOINING = "joining"
+    """Its worker was never there."""
+    ATTACHED = "attached"
+    SUSPECT = "suspect"
+    """Its worker is attached, and has given no sign of life for a while."""
+    LOST = "lost"
+    """Its worker may come back: what nobody else can take waits for it."""
+    DRAINING = "draining"
+    """Its worker leaves: it takes nothing new, and what it has goes elsewhere."""
+    GONE = "gone"
+    """Its worker has been lost for longer than anybody waits."""
+
+
+_PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT)
+_TAKING = (*_PRESENT, MemberState.LOST)
+"""Lost, because its worker may be back soon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica whose worker was there once, as others see it. `number` names it."""
+
+    number: int
+    core: Scheduler
+    traits: Traits
+    state: MemberState
+
+    @property
+    def is_present(self) -> bool:
+        """Whether its worker executes steps, and may be given more."""
+        return self.state in _PRESENT
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether new requests may be queued there."""
+        return self.state in _TAKING
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows are free, and nobody is on trial."""
+        return bool(self.core.ledger.free_rows) and not self.core.ledger.suspects
+
+    def has_blocks(self, token_count: int) -> bool:
+        """Whether blocks are free for a sequence of so many tokens."""
+        return self.core.ledger.can_start(token_count, [])
+
+    @property
+    def has_free_place(self) -> bool:
+        """Whether a sequence that came now might start with the next plan."""
+        return self.is_present and self.is_open and not self.core.ledger.waiting
+
+    def would_start(self, token_count: int) -> bool:
+        """Whether a sequence of so many tokens that came now would start with the next plan."""
+        return self.has_free_place and self.has_blocks(token_count)
+
+    def load(self, token_count: int, hashes: list[bytes]) -> Load:
+        """How it looks to a sequence of so many tokens, whose prompt has these block hashes."""
+        ledger = self.core.ledger
+        return Load(
+            replica=self.number,
+            attached=self.state is MemberState.ATTACHED,
+            starts=self.would_start(token_count),
+            waiting_token_count=ledger.waiting.prompt_token_count,
+            running=len(ledger.running),
+            free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
+            cached_token_count=ledger.cache.count_hits(hashes) * ledger.config.block_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sequence that should go from one replica to another, by their numbers."""
+
+    sequence_id: SequenceId
+    source: int
+    target: int
+
+
+def places(members: Iterable[Member], request: Request) -> list[Member]:
+    """The replicas that might take a new request, the best first.
+
+    Those that would cut it short come last, however full the others are.
+    """
+    taking = {member.number: member for member in members if member.takes_new}
+    if len(taking) < 2:
+        return list(taking.values())
+    prompt = request.prompt_token_ids
+    length = len(prompt) + request.stop.max_tokens
+    longest = max(member.traits.max_sequence_token_count for member in taking.values())
+    hashes = _Hashes(array("I", prompt), request.cache_salt)
+    ordered = placement.order(
+        [member.load(len(prompt), hashes.of(member)) for member in taking.values()]
+    )
+    found = [taking[number] for number in ordered]
+    wanted = min(length, longest)
+    return sorted(found, key=lambda member: member.traits.max_sequence_token_count < wanted)
+
+
+def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) -> Iterator[Move]:
+    """Where the sequences of a replica should go that can't go on there, in order of rank.
+
+    One that nobody else can take has no move. Each move is to be made before the next is asked for.
+    """
+    others = [member for member in members if member.is_present and member is not source]
+    ledger = source.core.ledger
+    for sequence in sorted(ledger.sequences.values(), key=lambda sequence: sequence.rank):
+        able = {
+            member.number: member
+            for member in others
+            if _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
+        }
+        if sequence.completion_count and any(_rounds_alike(source, able[key]) for key in able):
+            able = {key: own for key, own in able.items() if _rounds_alike(source, own)}
+        if able:
+            hashes = _Hashes(sequence.token_ids, sequence.request.cache_salt)
+            token_count = len(sequence.token_ids)
+            loads = [own.load(token_count, hashes.of(own)) for own in able.values()]
+            yield Move(sequence.sequence_id, source.number, placement.order(loads)[0])
+
+
+def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move | None:
+    """Who should go to a replica with a free place: the first by rank that waits elsewhere.
+
+    Of each other replica, that is the first of its queue that can go to the idle one; while that
+    does not fit into what is free there, nobody overtakes it.
+    """
+    if not idle.has_free_place:
+        return None
+    best: tuple[Sequence, Member] | None = None
+    for member in queued:
+        if member is idle:
+            continue
+        first = _first_to_go(member, idle, may_cross=may_cross)
+        if first is not None and (best is None or first.rank < best[0].rank):
+            best = first, member
+    if best is None or not idle.would_start(len(best[0].token_ids)):
+        return None
+    return Move(best[0].sequence_id, best[1].number, idle.number)
+
+
+def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
+    """The first of a queue that can go elsewhere. None when the queue moves by itself."""
+    first = source.core.ledger.waiting.first
+    if source.is_present and source.is_open and source.has_blocks(len(first.token_ids)):
+        return None
+    for sequence in source.core.ledger.waiting:
+        if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:
+            continue  # its tokens come soon; or it is on trial where it is
+        if _can_go(sequence, source.traits, target.traits, may_cross=may_cross):
+            return sequence
+    return None
+
+
+def _can_go(sequence: Sequence, before: Traits, after: Traits, *, may_cross: bool) -> bool:
+    """Whether a sequence can go on elsewhere, to the same length."""
+    return (
+        after.max_sequence_token_count >= sequence.token_limit
+        and succession.obstacle_of(sequence, before, after, may_cross=may_cross) is None
+    )
+
+
+def _rounds_alike(one: Member, other: Member) -> bool:
+    return one.traits.arithmetic == other.traits.arithmetic
+
+
+class _Hashes:
+    """A prompt's block hashes, computed once for all replicas whose blocks are alike."""
+
+    def __init__(self, token_ids: array[int], salt: str) -> None:
+        self._token_ids = token_ids
+        self._salt = salt
+        self._found: dict[tuple[int, str], list[bytes]] = {}
+
+    def of(self, member: Member) -> list[bytes]:
+        config = member.core.ledger.config
+        if not config.enable_prefix_caching:
+            return []
+        key = (config.block_size, member.traits.weight_digest)
+        if key not in self._found:
+            self._found[key] = member.core.ledger.cache.hashes(self._token_ids, self._salt)
+        return self._found[key]
