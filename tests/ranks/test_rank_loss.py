@@ -20,6 +20,7 @@ from tests.support.rank_processes import (
 )
 from tests.support.runner_rig import RunnerRig
 from worker_service.domain.plan import StepPlan
+from worker_service.runner.model_runner import ModelRunner
 
 pytestmark = pytest.mark.slow
 
@@ -32,9 +33,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(folder: Path) -> list[list[int]]:
-    one = runner_rig.build(folder, executor="torch", thread_count=1)
+def one(folder: Path) -> ModelRunner:
+    return runner_rig.build(folder, executor="torch", thread_count=1)
+
+
+@pytest.fixture(scope="module")
+def expected(one: ModelRunner) -> list[list[int]]:
     return runner_rig.generate(one, tiny_llama.PROMPTS, COUNT, chunk=16)
+
+
+@pytest.fixture(scope="module")
+def plan(one: ModelRunner) -> StepPlan:
+    """The first step of an epoch."""
+    rig = RunnerRig(one)
+    rig.add(0, tiny_llama.PROMPTS[0])
+    return rig.plan({0: 30})
 
 
 def lost(rank: Rank) -> bool:
@@ -47,12 +60,6 @@ def lost(rank: Rank) -> bool:
     return False
 
 
-def first_step(replica: Replica) -> StepPlan:
-    rig = RunnerRig(replica)
-    rig.add(0, tiny_llama.PROMPTS[0])
-    return rig.plan({0: 30})
-
-
 @pytest.mark.parametrize(("tensor", "pipeline", "victim"), [(2, 1, 0), (2, 2, 2)], ids=str)
 def test_a_rank_killed_mid_step_costs_one_start(
     tensor: int,
@@ -61,11 +68,12 @@ def test_a_rank_killed_mid_step_costs_one_start(
     rank_pool: list[Rank],
     folder: Path,
     expected: list[list[int]],
+    plan: StepPlan,
 ) -> None:
     """The first rank, which keeps the store, and the answering one of four. The survivors are in a
     step and wait for the victim, or for who waits for it; their processes live on."""
     replica = Replica.load(rank_pool, folder, tensor, pipeline)
-    plan = first_step(replica)
+    replica.join()
     survivors = [rank for index, rank in enumerate(replica.ranks) if index != victim]
     for rank in survivors:
         rank.begin("step", plan)  # the victim never gets it, so none can finish
@@ -85,7 +93,6 @@ def test_a_rank_killed_mid_step_costs_one_start(
     )
     address = successor.call("load", options)
     replica.address = address or replica.address
-    replica.join()
     assert runner_rig.generate(replica, tiny_llama.PROMPTS, COUNT, chunk=16) == expected
 
 
@@ -105,11 +112,12 @@ def test_a_hung_rank_can_be_left(
     stopped: Rank,
     folder: Path,
     expected: list[list[int]],
+    plan: StepPlan,
 ) -> None:
     """The step waits until a newer claim abandons it. A rank that comes back is behind, and the
     next group has it again."""
     replica = Replica.load(rank_pool, folder, tensor, pipeline)
-    plan = first_step(replica)
+    replica.join()
     sound = replica.ranks[0]
     os.kill(stopped.process.pid or 0, signal.SIGSTOP)
     for rank in replica.ranks:
@@ -129,11 +137,12 @@ def test_a_hung_rank_can_be_left(
     os.kill(stopped.process.pid or 0, signal.SIGCONT)
     lost(stopped)
     stopped.end()
-    replica.join()
     assert runner_rig.generate(replica, tiny_llama.PROMPTS, COUNT, chunk=16) == expected
 
 
-def test_a_rank_that_does_not_come_is_named(rank_pool: list[Rank], folder: Path) -> None:
+def test_a_rank_that_does_not_come_is_named(
+    rank_pool: list[Rank], folder: Path, plan: StepPlan
+) -> None:
     replica = Replica.load(rank_pool, folder, 2, 1)
     present, late = replica.ranks
     present.begin("join", rendezvous(replica.address, 50, timeout=0.3))
@@ -147,20 +156,21 @@ def test_a_rank_that_does_not_come_is_named(rank_pool: list[Rank], folder: Path)
     late.begin("join", rendezvous("127.0.0.1:1", 50, timeout=0.3))
     with pytest.raises(RankError, match=r"GroupLost: no store answers at 127\.0\.0\.1:1"):
         late.end()
-    late.begin("step", first_step(replica))
+    late.begin("step", plan)
     assert lost(late)
     replica.epoch = 52
-    replica.join()
     assert runner_rig.generate(replica, tiny_llama.PROMPTS[:1], 2)
 
 
-def test_a_claim_without_a_rendezvous_runs_nothing(rank_pool: list[Rank], folder: Path) -> None:
+def test_a_claim_without_a_rendezvous_runs_nothing(
+    rank_pool: list[Rank], folder: Path, plan: StepPlan
+) -> None:
     options = runner_rig.options(
         folder, thread_count=1, ranks=coordinates(0, 2, 1), progress=print_nothing
     )
     rank = rank_pool[0]
     rank.call("load", options)
-    rank.begin("step", first_step(Replica([rank], 0, "")))
+    rank.begin("step", plan)
     with pytest.raises(RankError, match=r"GroupLost: .* without a rendezvous"):
         rank.end()
 

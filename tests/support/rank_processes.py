@@ -86,14 +86,12 @@ class Replica:
     address: str
     epoch: int = 0
     results: list[list[StepResult]] = field(default_factory=list)
-    used: bool = False
-    """Whether anything was launched since the ranks met."""
 
     @classmethod
     def load(
         cls, ranks: Sequence[Rank], folder: Path, tensor: int, pipeline: int, **changes: Any
     ) -> Replica:
-        """Loads the folder on tensor · pipeline of the ranks, and joins them."""
+        """Loads the folder on tensor · pipeline of the ranks; they meet with `join` or `reset`."""
         members = ranks[: tensor * pipeline]
         for index, rank in enumerate(members):
             place = coordinates(index, tensor, pipeline)
@@ -101,14 +99,11 @@ class Replica:
             rank.begin("load", replace(options, progress=print_nothing))
         addresses = [rank.end() for rank in members]
         answering = coordinates(0, tensor, pipeline).answering_rank
-        replica = cls(members, answering, addresses[0])
-        replica.join()
-        return replica
+        return cls(members, answering, addresses[0])
 
     def join(self) -> None:
         """A new epoch with a new group."""
         self.epoch += 1
-        self.used = False
         for rank in self.ranks:
             rank.begin("join", rendezvous(self.address, self.epoch))
         for rank in self.ranks:
@@ -125,9 +120,8 @@ class Replica:
         return self.memory_pools()[0]
 
     def reset(self) -> None:
-        """A reset ends the epoch's group: a new epoch begins."""
-        if self.used:
-            self.join()
+        """A group lasts for one epoch, so this begins another."""
+        self.join()
 
     def launch(self, plan: StepPlan) -> CompletedStep:
         return CompletedStep(self._everywhere("step", plan))
@@ -136,7 +130,6 @@ class Replica:
         return CompletedStep(self._everywhere("sample", plan))
 
     def _everywhere(self, name: str, plan: StepPlan | SamplePlan) -> StepResult:
-        self.used = True
         for rank in self.ranks:
             rank.begin(name, plan)
         results: list[StepResult] = [rank.end() for rank in self.ranks]
