@@ -103,9 +103,10 @@ class Server:
 
     def __init__(self, text: str, folder: Path, environment: Mapping[str, str], log: Path) -> None:
         self._log = log
+        # Whoever runs this in the background has SIGINT ignored, and so would its children.
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                ["bash", "-c", text],
+                ["env", "--default-signal=INT", "bash", "-c", text],
                 cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=sink,
                 stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip

@@ -83,7 +83,7 @@ def require(*tools: str) -> None:
 
 
 def run(command: list[str | Path], **options: object) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, **options)  # type: ignore[call-overload]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, **options)  # type: ignore[call-overload]
     assert done.returncode == 0, done.stderr
     return str(done.stdout)
 

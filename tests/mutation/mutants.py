@@ -58,7 +58,12 @@ MUTANTS = (
     Mutant(
         "evicted-still-cached", "block_pool.py", "                self._cache.forget(block)\n", ""
     ),
-    Mutant("hash-without-parent", "prefix_cache.py", "sha256(parent + tokens)", "sha256(tokens)"),
+    Mutant(
+        "hash-without-parent",
+        "prefix_cache.py",
+        "sha256(parent + token_ids.tobytes())",
+        "sha256(token_ids.tobytes())",
+    ),
     Mutant(
         "hash-without-salt",
         "prefix_cache.py",
@@ -106,9 +111,9 @@ MUTANTS = (
     ),
     Mutant(
         "starts-without-room-to-grow",
-        "planner.py",
-        "if wanted + len(running) > pool.free_count - pool.count_idle(hits)",
-        "if wanted > pool.free_count",
+        "ledger.py",
+        "return wanted + len(self.running) <= self.pool.free_count",
+        "return wanted <= self.pool.free_count",
     ),
     Mutant(
         "samples-past-the-limit",
@@ -178,8 +183,8 @@ MUTANTS = (
     Mutant(
         "faulty-blocks-stay-cached",
         "ledger.py",
-        "                    self.cache.forget(block)\n",
-        "                    pass\n",
+        "                self.cache.forget(block)\n",
+        "                pass\n",
     ),
     Mutant(
         "over-still-counted", "ledger.py", "        del self.sequences[sequence.sequence_id]\n", ""

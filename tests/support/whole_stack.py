@@ -100,7 +100,7 @@ class Stack:
     async def submitted(self, name: str) -> None:
         """Waits until a request of this id runs or waits."""
         async with asyncio.timeout(120):
-            while name not in self.fleet._requests:  # noqa: ASYNC110
+            while name not in self.fleet.register.requests:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
 
     async def idle(self) -> None:
