@@ -171,7 +171,7 @@ class WorkerFacade:
         await (await self._enqueue(begin))
         self._require_claim(epoch)
         if rendezvous is not None:
-            await self._enqueue(partial(self._meet, log, rendezvous))
+            await self._enqueue(partial(log.join, rendezvous))
             self._require_claim(epoch)
         return Claim(self.worker_info(), version, previous)
 
@@ -257,11 +257,6 @@ class WorkerFacade:
                 f"epoch {epoch} does not hold the claim; the current is {self._claimed_epoch}, "
                 f"of {named(self._controller_id or '')}"
             )
-
-    def _meet(self, log: StepLog, rendezvous: Rendezvous) -> None:
-        """Meets the other ranks, on the device thread, unless the claim is over already."""
-        if rendezvous.epoch == self._claimed_epoch:
-            log.join(rendezvous)
 
     async def _enqueue_step(
         self,
