@@ -121,10 +121,11 @@ async def test_all_are_claimed_under_one_epoch_above_every_one_seen() -> None:
     ranks[2].process.epoch = 8
     attachment = await worker.attach()
     assert {rank.process.epoch for rank in ranks} == {9}
-    assert len({rank.process.meeting for rank in ranks}) == 1
+    (meeting,) = {rank.process.meeting for rank in ranks}
     assert attachment.previous_epoch == 0, "one of them was not left by the same claim"
     attachment = await worker.attach()
     assert {rank.process.epoch for rank in ranks} == {10}
+    assert meeting not in {rank.process.meeting for rank in ranks}, "each claim has its own"
     assert attachment.previous_epoch == 9
     await worker.detach()
     assert not any(rank.attached for rank in ranks)
