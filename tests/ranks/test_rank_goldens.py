@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 
 from tests.golden.references import Reference, load_references
 from tests.support import runner_rig, tiny_llama
-from tests.support.rank_processes import Rank, Replica
+from tests.support.rank_processes import Rank, Replica, coordinates
 from tests.support.runner_rig import RunnerRig
 from twinplane import models
 from worker_service.domain.capability import DeviceKind
 from worker_service.domain.plan import GrammarMasks, OutputKind
 from worker_service.domain.sampling import SamplingParameters
+from worker_service.runner.load import check_load
 
 pytestmark = pytest.mark.slow
 
@@ -135,6 +136,10 @@ def test_what_a_rank_says_of_itself(rank_pool: list[Rank], tmp_path: Path) -> No
     assert [pool.layer_groups[0].kv_head_count for pool in pools] == [2, 1, 2, 1]
     assert [pool.layer_groups[0].layer_indices for pool in pools] == [(0, 1), (0, 1), (2,), (2,)]
     assert all(pool.weights_bytes < whole.weights_bytes / 2 for pool in pools)
+    for index, pool in enumerate(pools):  # what was said before anything was read
+        options = runner_rig.options(folder, ranks=coordinates(index, 2, 2), thread_count=1)
+        planned = check_load(options).memory
+        assert (planned.weights_bytes, planned.kv_bytes) == (pool.weights_bytes, pool.kv_bytes)
     assert pools[0].kv_bytes <= 4 << 20 < whole.bytes_per_block + whole.kv_bytes
 
 

@@ -40,3 +40,15 @@ def step_size(spec: DecoderSpec | DecoderShare, token_count: int, logit_count: i
     )
     token = 3 * spec.hidden_size + attention + feed_forward
     return token_count * token + logit_count * (spec.hidden_size + spec.vocabulary_size)
+
+
+def exchange_size(share: DecoderShare, token_count: int, logit_count: int) -> int:
+    """Numbers that a step holds more because tensor ranks tell each other theirs: everybody's terms
+    of a sum, and everybody's logits, padded, before they are put together."""
+    rank, size = share.coordinates.tensor
+    if size == 1:
+        return 0
+    terms = token_count * share.hidden_size * size
+    if rank != 0 or share.head is None:
+        return terms
+    return max(terms, logit_count * len(share.vocabulary[0]) * size)

@@ -18,7 +18,7 @@ from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.layers.linear import is_packed
 from worker_service.model.loader import WeightLoader
-from worker_service.model.memory import parameter_count, step_size, table_size
+from worker_service.model.memory import exchange_size, parameter_count, step_size, table_size
 from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
 from worker_service.model.traits import refusal
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
@@ -97,6 +97,7 @@ def torch_executor(backend: BackendType) -> ExecutorType:
             numbers += prod(share.embedding.shape)  # the head is a packed copy
         logit_count = min(limits.max_sequence_count, limits.max_step_token_count)
         step = step_size(share, limits.max_step_token_count, logit_count)
+        step += exchange_size(share, limits.max_step_token_count, logit_count)
         return ExecutorMemory(
             weights_bytes=numbers * size,
             workspace_bytes=backend.workspace(_attention(config)) + step * size,
