@@ -30,7 +30,7 @@ from control_plane.rpc.server import (
     ControlServer,
     inference_service,
 )
-from control_plane.rpc.worker_client import GrpcWorker
+from control_plane.rpc.workers import worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.ports import Clock
@@ -192,8 +192,9 @@ async def _serve(
     async with AsyncExitStack() as stack:
         stack.callback(request_log.close)
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
+        controller_id = f"{socket.gethostname()}:{os.getpid()}"
         fleet = Fleet(
-            [GrpcWorker(config.worker, controller_id=f"{socket.gethostname()}:{os.getpid()}")],
+            [worker_at(replica, controller_id=controller_id) for replica in config.replicas],
             _replica_settings(config),
             clock=time.monotonic,
             jitter=random.Random().random,

@@ -56,8 +56,9 @@ def table() -> str:
         ),
         (
             "devices",
-            f"one for each worker: {_code(_choices('device'))}; executors {executors}",
-            "a model over several devices; GPU kernels of our own",
+            f"one for each worker: {_code(_choices('device'))}; executors {executors}; a model "
+            "over several workers by tensor and pipeline parallelism, in the torch executor",
+            "GPU kernels of our own",
         ),
         (
             "numbers",
@@ -70,7 +71,7 @@ def table() -> str:
             "limits",
             "a sequence: what the model takes and the KV pool holds; at once, unless set: "
             f"{DEFAULT_ROWS['cpu']} sequences on a CPU, {DEFAULT_ROWS['cuda']} on a GPU",
-            "several workers behind a control plane",
+            "workers that join and leave while it serves",
         ),
         (
             "doors",

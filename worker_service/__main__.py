@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     )
     configure(config.log_level, LogFormat(config.log_format))
     log_what_nobody_caught()
-    for name, value in library_thread_variables(resolve_threads(config.threads)).items():
+    threads = resolve_threads(config.threads, sharers=config.local_world_size)
+    for name, value in library_thread_variables(threads).items():
         os.environ.setdefault(name, value)
     from worker_service import app
 

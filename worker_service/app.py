@@ -181,6 +181,7 @@ async def _drain(
             await facade.close()
     except TimeoutError:
         _logger.warning("drain timed out", extra=fields(seconds=seconds))
+        facade.hurry()
         facade.drain()
         server.end_streams()
 

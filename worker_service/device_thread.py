@@ -63,6 +63,7 @@ class DeviceThread:
         self._loop = asyncio.get_running_loop()
         self._jobs: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         self._closed = False
+        self._last: Callable[[], None] = lambda: None
         self._ended: asyncio.Future[None] = self._loop.create_future()
         threading.Thread(target=self._run, name="device", daemon=True).start()
 
@@ -86,10 +87,11 @@ class DeviceThread:
         self._jobs.put(_Job(launch, future, finished))
         return future
 
-    async def close(self) -> None:
-        """Ends the thread after what is queued. Idempotent."""
+    async def close(self, last: Callable[[], None] = lambda: None) -> None:
+        """Ends the thread after what is queued, and `last` once all of that is over. Idempotent."""
         if not self._closed:
             self._closed = True
+            self._last = last
             self._jobs.put(None)
         await asyncio.shield(self._ended)
 
@@ -115,7 +117,10 @@ class DeviceThread:
                     self._collect(*launched.popleft())
                 self._post(_deliver, job, None, error)
             del job  # keep no plan alive while waiting for the next
-        self._post(self._end)
+        try:
+            self._last()
+        finally:
+            self._post(self._end)
 
     def _collect(self, job: _Job[Any], pending: Pending[Any]) -> None:
         try:

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 from twinplane.bounds import MAX_EPOCH
@@ -27,8 +28,9 @@ from worker_service.domain.errors import (
     WorkerError,
 )
 from worker_service.domain.plan import CONTRACT_VERSION, SamplePlan, StepPlan, StepResult
+from worker_service.domain.rendezvous import Rendezvous
 from worker_service.lifecycle import Lifecycle, LifecycleState
-from worker_service.runner.interface import Runner
+from worker_service.runner.interface import Ranked, Runner
 from worker_service.step_log import LoggedStep, StepLog
 
 T = TypeVar("T")
@@ -133,13 +135,20 @@ class WorkerFacade:
             self.lifecycle.move(LifecycleState.ACTIVE)
 
     async def attach(
-        self, epoch: int, controller_id: str, minimum_version: int, maximum_version: int
+        self,
+        epoch: int,
+        controller_id: str,
+        minimum_version: int,
+        maximum_version: int,
+        rendezvous: Rendezvous | None = None,
     ) -> Claim:
         """Claims the worker.
 
         Older epochs are fenced at once, and with them their plans that still wait for the device.
-        This returns when the running step is over and the batch is cleared. Raises StaleEpoch
-        (also when a newer claim overtakes this one), ContractMismatch, PlanInvalid or RunnerFailed.
+        This returns when the running step is over and the batch is cleared. One of several ranks
+        then begins to meet the others at `rendezvous`, which it has to be given; what needs the
+        device waits behind that. Raises StaleEpoch (also when a newer claim overtakes this one),
+        ContractMismatch, PlanInvalid or RunnerFailed.
         """
         log = self._require_loaded().log
         self._require_claimable_by(controller_id)
@@ -152,12 +161,18 @@ class WorkerFacade:
         self._controller_id = controller_id
         _logger.info("claimed", extra=fields(epoch=epoch, controller_id=controller_id))
 
+        if rendezvous is not None and isinstance(log.runner, Ranked):
+            log.runner.abandon(epoch)  # or a wait for a lost rank would hold up this claim
+
         def begin() -> None:
             self._require_claim(epoch)
             log.begin(epoch)
 
         await (await self._enqueue(begin))
         self._require_claim(epoch)
+        if rendezvous is not None:
+            await self._enqueue(partial(log.join, rendezvous))
+            self._require_claim(epoch)
         return Claim(self.worker_info(), version, previous)
 
     async def submit(
@@ -191,9 +206,9 @@ class WorkerFacade:
         return "" if self._loaded is None else self._loaded.log.broken_by
 
     async def memory_pool(self) -> MemoryPool:
-        """The KV pool as it is between two steps."""
+        """The KV pool as it is between two steps. Raises GroupLost, too."""
         log = self._require_loaded().log
-        return await (await self._enqueue(log.runner.memory_pool))
+        return await (await self._enqueue(log.memory_pool))
 
     def finish(self) -> None:
         """Takes no claim but of the controller that has it now, which goes on. Idempotent."""
@@ -206,9 +221,21 @@ class WorkerFacade:
             self.lifecycle.move(LifecycleState.DRAINING)
 
     async def close(self) -> None:
-        """Drains, waits for what is queued, and ends the device thread. Idempotent."""
+        """Drains, waits for what is queued, and ends the device thread. Idempotent.
+
+        A rank then leaves its group, which must not be open when the process ends.
+        """
         self.drain()
-        await self._device.close()
+        runner = None if self._loaded is None else self._loaded.log.runner
+        if runner is not None and runner.capability().ranks.size > 1:
+            await self._device.close(runner.reset)
+        else:
+            await self._device.close()
+
+    def hurry(self) -> None:
+        """Waits for no other rank any more: what is queued fails where it would."""
+        if self._loaded is not None and isinstance(self._loaded.log.runner, Ranked):
+            self._loaded.log.runner.abandon(MAX_EPOCH + 1)
 
     def _require_loaded(self) -> _Loaded:
         self.lifecycle.require_serving()

@@ -5,6 +5,8 @@ LoadError
 ├── ModelUnsupported       the folder is sound, but asks for something this worker cannot do
 ├── MemoryBudgetTooSmall   the KV pool cannot hold what was asked for
 ├── KVPoolTooLarge         the machine does not give that much memory
+├── RanksUnfit             the model can't be split over that many ranks
+├── RendezvousUnavailable  the ranks of the replica can't meet at that address
 ├── OutOfMemory            the machine or device has, or gives, too little for the rest
 ├── DeviceFailed           the device is there, and fails
 └── ExecutorUnavailable    no executor, or not the one asked for, can run the model here
@@ -53,3 +55,11 @@ class DeviceFailed(LoadError):
 
 class ExecutorUnavailable(LoadError):
     """Every executor that was considered has refused, or none has that name."""
+
+
+class RanksUnfit(LoadError):
+    """The model has too few of something to give each rank a part."""
+
+
+class RendezvousUnavailable(LoadError):
+    """The first rank can't listen where the others would come."""

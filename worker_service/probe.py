@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def probe(config: WorkerConfig, environment: Mapping[str, str]) -> Report:
     """Looks at the threads, the compiler, torch and its devices, each executor, and whether a start
     with these settings would succeed."""
-    threads = resolve_threads(config.threads)
+    threads = resolve_threads(config.threads, sharers=config.local_world_size)
     report = Report(threads.count, threads.source)
     if config.simulate:
         return _with_start(report, config)

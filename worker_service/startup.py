@@ -7,6 +7,7 @@ lazily, by what the real runner needs, so a simulated worker never needs it.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,10 +19,11 @@ from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
 from worker_service.device_errors import one_line
-from worker_service.domain.capability import DataType, Limits
+from worker_service.domain.capability import DataType, Limits, RankCoordinates
 from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
 from worker_service.model.registry import describe
+from worker_service.ranks import RanksInvalid, rendezvous_host, resolve_ranks
 from worker_service.runner.interface import Runner
 from worker_service.runner.memory_plan import (
     bytes_of_rows,
@@ -55,6 +57,8 @@ _STAND_IN: Mapping[str, object] = MappingProxyType(
         "max_position_embeddings": 1024,
     }
 )
+# Where simulated ranks would meet, who have nothing to tell each other.
+_NOBODYS_PORT = 1
 # Only the built-in simulated model has it: its single bytes are read and never written, so that
 # what a simulated worker answers can be read, too.
 _FIRST_TOKEN_KEY = "simulated_first_token_id"
@@ -85,6 +89,14 @@ def start_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runne
     if config.simulate:
         return _simulated_runner(config)
     return _real_runner(config, progress)
+
+
+def _ranks(config: WorkerConfig) -> RankCoordinates:
+    """Which rank this worker is. Raises StartupError."""
+    try:
+        return resolve_ranks(config, os.environ, socket.gethostname())
+    except RanksInvalid as error:
+        raise StartupError(str(error)) from error
 
 
 def _real_runner(config: WorkerConfig, progress: Callable[[str], None]) -> Runner:
@@ -194,9 +206,14 @@ def _runner_options(
         max_sequence_token_count=config.max_model_len,
         executor=_unless_auto(config.executor),
         attention_backend=_unless_auto(config.attention_backend),
-        thread_count=resolve_threads(config.threads).count,
+        thread_count=resolve_threads(config.threads, sharers=config.local_world_size).count,
         random_seed=config.seed,
         progress=progress,
+        ranks=_ranks(config),
+        rendezvous_host="127.0.0.1" if config.uds else config.host,
+        rendezvous_port=config.rendezvous_port,
+        rendezvous_name=rendezvous_host(config, os.environ),
+        sharers=config.local_world_size,
     )
 
 
@@ -226,6 +243,8 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         host,
         "give less by --simulate-block-count or --block-size",
     )
+    ranks = _ranks(config)
+    address = f"{rendezvous_host(config, os.environ)}:{config.rendezvous_port or _NOBODYS_PORT}"
     model = SimulatedModel(
         name=_model_name(config),
         vocabulary_size=shape.vocabulary_size,
@@ -235,6 +254,8 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         architecture=shape.architecture,
         random_seed=config.seed,
         first_token=shape.first_token,
+        ranks=ranks,
+        rendezvous_address="" if ranks.rank or ranks.size == 1 else address,
     )
     latency = SimulatedLatency(
         step=config.simulate_step_ms / 1e3,

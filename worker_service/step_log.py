@@ -15,7 +15,9 @@ from typing import TypeVar
 
 from twinplane.process.logs import fields
 from worker_service.device_errors import is_device_lost, is_out_of_memory, one_line
+from worker_service.domain.capability import MemoryPool
 from worker_service.domain.errors import (
+    GroupLost,
     PlanInvalid,
     RowNotHeld,
     RunnerFailed,
@@ -27,7 +29,8 @@ from worker_service.domain.errors import (
     WorkerError,
 )
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
-from worker_service.runner.interface import PendingStep, Runner
+from worker_service.domain.rendezvous import Rendezvous
+from worker_service.runner.interface import PendingStep, Ranked, Runner
 
 KEPT_STEP_COUNT = 8
 
@@ -40,14 +43,21 @@ class LoggedStep:
     """A launched step: a PendingStep whose result has timings and is kept.
 
     `arrived` is when the request reached the worker, `launched` is when the device was given the
-    step. Both are in the clock's seconds.
+    step. Both are in the clock's seconds. It may still be pending when another epoch begins.
     """
 
     def __init__(
-        self, log: StepLog, pending: PendingStep, step_id: int, arrived: float, launched: float
+        self,
+        log: StepLog,
+        pending: PendingStep,
+        epoch: int,
+        step_id: int,
+        arrived: float,
+        launched: float,
     ) -> None:
         self._log = log
         self._pending = pending
+        self._epoch = epoch
         self._step_id = step_id
         self._arrived = arrived
         self._launched = launched
@@ -58,10 +68,10 @@ class LoggedStep:
         return self._result is not None or self._pending.is_ready()
 
     def result(self) -> StepResult:
-        """The step's result. Raises RunnerFailed when the device failed on it."""
+        """The step's result. Raises RunnerFailed or GroupLost when the device failed on it."""
         if self._result is None:
             self._result = self._log.collect(
-                self._pending, self._step_id, self._arrived, self._launched
+                self._pending, self._epoch, self._step_id, self._arrived, self._launched
             )
         return self._result
 
@@ -100,11 +110,14 @@ class StepLog:
         self._next_step_id = 1
         self._last_collected = 0.0
         self._failed = False
+        self._lost: GroupLost | None = None
+        """Why nothing runs in this epoch, where other ranks are missing."""
         self._broken_by = ""
 
     @property
     def failed(self) -> bool:
-        """Whether the runner raised an unexpected error in this epoch. Safe from any thread."""
+        """Whether nothing runs in this epoch any more: the runner raised an unexpected error, or
+        another rank is missing. Safe from any thread."""
         return self._failed
 
     @property
@@ -126,6 +139,29 @@ class StepLog:
             _logger.exception("reset failed", extra=fields(epoch=epoch))
             raise RunnerFailed(f"reset failed: {type(error).__name__}") from error
         self._failed = False
+        self._lost = None
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Lets the runner meet the other ranks of its replica for this epoch.
+
+        Where they don't meet, everything but `begin` raises GroupLost from then on.
+        """
+        runner = self.runner
+        assert isinstance(runner, Ranked), "one of several ranks that can't meet the others"
+        try:
+            self._guard(lambda: runner.join(rendezvous), rendezvous.epoch, 0)
+        except GroupLost as lost:
+            _logger.warning(
+                "the ranks did not meet", extra=fields(epoch=self._epoch, error=str(lost))
+            )
+        except RunnerFailed:
+            pass  # it is logged, and the epoch has failed
+
+    def memory_pool(self) -> MemoryPool:
+        """The runner's. Raises GroupLost or RunnerFailed in an epoch without its group."""
+        if self._lost is not None:
+            raise _again(self._lost)
+        return self.runner.memory_pool()
 
     def launch(self, plan: StepPlan, arrived: float) -> LoggedStep:
         """Launches a plan, or returns the step of one that was launched before.
@@ -145,8 +181,8 @@ class StepLog:
         self._require_runner()
         self._require_weights(plan)
         launched = self._clock()
-        pending = self._guard(lambda: self.runner.launch(plan), plan.step_id)
-        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        pending = self._guard(lambda: self.runner.launch(plan), plan.epoch, plan.step_id)
+        logged = LoggedStep(self, pending, plan.epoch, plan.step_id, arrived, launched)
         self._steps.append(_Step(plan.step_id, plan.fingerprint, logged))
         self._next_step_id += 1
         return logged
@@ -172,16 +208,17 @@ class StepLog:
             return sampling.logged
         self._require_runner()
         launched = self._clock()
-        pending = self._guard(lambda: self.runner.launch_sample(plan), plan.step_id)
-        logged = LoggedStep(self, pending, plan.step_id, arrived, launched)
+        pending = self._guard(lambda: self.runner.launch_sample(plan), plan.epoch, plan.step_id)
+        logged = LoggedStep(self, pending, plan.epoch, plan.step_id, arrived, launched)
         self._samplings.append(_Sampling(plan.step_id, rows, fingerprint, logged))
         return logged
 
     def collect(
-        self, pending: PendingStep, step_id: int, arrived: float, launched: float
+        self, pending: PendingStep, epoch: int, step_id: int, arrived: float, launched: float
     ) -> StepResult:
-        """Waits for a launched step; returns its result with timings. Raises RunnerFailed."""
-        result = self._guard(pending.result, step_id)
+        """Waits for a launched step; returns its result with timings. Raises RunnerFailed or
+        GroupLost."""
+        result = self._guard(pending.result, epoch, step_id)
         # A step that was launched behind another started on the device when that one was over.
         started = max(launched, self._last_collected)
         self._last_collected = self._clock()
@@ -196,6 +233,8 @@ class StepLog:
             raise StaleEpoch(f"epoch {epoch} does not hold the claim, {self._epoch} does")
 
     def _require_runner(self) -> None:
+        if self._lost is not None:
+            raise _again(self._lost)
         if self._failed or self._broken_by:
             raise RunnerFailed("an earlier step of this epoch failed; attach again")
 
@@ -215,19 +254,33 @@ class StepLog:
             raise StepResultGone(f"step {step_id} is gone; results from {oldest} on are kept")
         return self._steps[step_id - oldest]
 
-    def _guard(self, execute: Callable[[], T], step_id: int) -> T:
+    def _guard(self, execute: Callable[[], T], epoch: int, step_id: int) -> T:
         try:
             return execute()
+        except GroupLost as lost:
+            self._fail(epoch, lost)
+            lost.step_id = step_id
+            raise
         except WorkerError:
             raise
         except Exception as error:  # any error of a model ends the epoch, not the process
-            self._failed = True
+            self._fail(epoch)
             if is_device_lost(error):  # only another process can use it again
                 self._broken_by = f"the device failed: {one_line(error)}"
-            _logger.exception("step failed", extra=fields(epoch=self._epoch, step_id=step_id))
+            _logger.exception("step failed", extra=fields(epoch=epoch, step_id=step_id))
             failed = RunnerFailed(f"step {step_id} failed: {_cause(error)}")
             failed.step_id = step_id
             raise failed from error
+
+    def _fail(self, epoch: int, lost: GroupLost | None = None) -> None:
+        """No later step of the epoch can run. Where a new one has begun, that goes on."""
+        if epoch == self._epoch:
+            self._failed, self._lost = True, lost
+
+
+def _again(lost: GroupLost) -> GroupLost:
+    """The error for another message: whoever raises it writes the step into it."""
+    return GroupLost(str(lost))
 
 
 def _cause(error: Exception) -> str:

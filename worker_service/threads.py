@@ -24,9 +24,14 @@ class ThreadCount:
 
 
 def resolve_threads(
-    setting: int | None, *, root: Path = Path("/"), processors: Collection[int] | None = None
+    setting: int | None,
+    *,
+    sharers: int = 1,
+    root: Path = Path("/"),
+    processors: Collection[int] | None = None,
 ) -> ThreadCount:
-    """The setting or, without one, a thread for each core within the container's CPU quota.
+    """The setting or, without one, a thread for each core within the container's CPU quota: of
+    `sharers` workers on the same cores, each has its share.
 
     `root` is where proc and sys are mounted. `processors` are the numbers of the processors that
     this process may use, by default its affinity mask. Both arguments are there for tests.
@@ -35,10 +40,12 @@ def resolve_threads(
         return ThreadCount(setting, "the setting `threads`")
     cores = _core_count(root, os.sched_getaffinity(0) if processors is None else processors)
     quota = _cpu_quota(root)
+    count, source = cores, "the cores that this process may use"
     if quota is not None and quota < cores:
-        count = max(1, math.ceil(quota))
-        return ThreadCount(count, f"a CPU quota of {quota:g} on {cores} cores")
-    return ThreadCount(cores, "the cores that this process may use")
+        count, source = math.ceil(quota), f"a CPU quota of {quota:g} on {cores} cores"
+    if sharers > 1:
+        count, source = count // sharers, f"{source}, shared by {sharers} workers"
+    return ThreadCount(max(1, count), source)
 
 
 def library_thread_variables(threads: ThreadCount) -> dict[str, str]:

@@ -115,7 +115,8 @@ class RowFault:
 class StepResult:
     """Tokens per row in the plan's order; `tokens` is flat, `token_counts` of it per row.
 
-    An empty `token_counts` means one each. `held_rows` wait for a SamplePlan.
+    An empty `token_counts` means one each. `held_rows` wait for a SamplePlan. `digest`: of what a
+    rank has applied; empty from a worker that executes plans alone.
     """
 
     epoch: int
@@ -127,3 +128,4 @@ class StepResult:
     faults: list[RowFault] = field(default_factory=list)
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0
+    digest: bytes = b""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import assert_never
 
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
 from control_plane.core.plan import (
@@ -27,7 +28,8 @@ from control_plane.core.plan import (
 )
 from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
-from control_plane.shell.ports import Attachment, MemoryPool, WorkerInfo
+from control_plane.shell.ports import Attachment, MemoryPool, RankCoordinates, WorkerInfo
+from control_plane.shell.ranks import Rendezvous
 from control_plane.shell.workers import ServingWorker, WorkerState
 from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2
@@ -91,6 +93,7 @@ def result_from_pb(result: step_pb2.StepResult) -> StepResult:
         ],
         queued_seconds=timings.queued.ToNanoseconds() / 1e9,
         executed_seconds=timings.executed.ToNanoseconds() / 1e9,
+        digest=result.digest,
     )
 
 
@@ -134,6 +137,18 @@ def attachment_from_pb(
     return Attachment(info, pool_from_pb(pool), attached.previous_epoch)
 
 
+def rendezvous_to_pb(rendezvous: Rendezvous) -> model_runner_pb2.Rendezvous:
+    """Where ranks meet."""
+    whole, fraction = divmod(round(rendezvous.seconds * 1e9), 10**9)
+    return model_runner_pb2.Rendezvous(
+        address=rendezvous.address,
+        key=rendezvous.key,
+        tensor_size=rendezvous.tensor_size,
+        pipeline_size=rendezvous.pipeline_size,
+        timeout=Duration(seconds=whole, nanos=fraction),
+    )
+
+
 def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
     """The part of a worker's capability that the control plane uses."""
     model, limits, ranks = info.model, info.limits, info.ranks
@@ -158,6 +173,12 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
         rank_count=max(ranks.tensor_size, 1) * max(ranks.pipeline_size, 1),
         device=f"{kind}:{info.device.index} {info.device.name}".rstrip(),
         arithmetic=info.arithmetic,
+        ranks=RankCoordinates(
+            (ranks.tensor_rank, max(ranks.tensor_size, 1)),
+            (ranks.pipeline_rank, max(ranks.pipeline_size, 1)),
+            (ranks.data_rank, max(ranks.data_size, 1)),
+        ),
+        rendezvous_address=info.rendezvous_address,
     )
 
 

@@ -8,6 +8,8 @@ WorkerLost if not.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -15,13 +17,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.core.plan import Message, StepResult
 from control_plane.rpc import convert
+from control_plane.rpc.addresses import rendezvous_address
 from control_plane.shell.ports import (
     Attachment,
+    MemoryPool,
     RefusalReason,
+    WorkerInfo,
     WorkerLost,
     WorkerRefused,
     WorkerUnusable,
 )
+from control_plane.shell.ranks import Claimed, Rendezvous
 from twinplane.bounds import MAX_EPOCH
 from twinplane.grpc.options import NO_PROXY, WORKER_CONNECTION_OPTIONS, Keepalive
 from twinplane.grpc.status import Status, read, read_ended
@@ -66,13 +72,22 @@ _Execute = grpc.aio.StreamStreamCall[
 class GrpcWorker:
     """One worker behind `address`: host:port, or unix:PATH.
 
-    `attach_timeout` seconds bound each unary call of a claim. Used by one replica at a time.
+    `attach_timeout` seconds bound each unary call of a claim. `encode` makes a message of the
+    contract. Used by one replica at a time.
     """
 
-    def __init__(self, address: str, *, controller_id: str, attach_timeout: float = 10.0) -> None:
-        self._address = address
+    def __init__(
+        self,
+        address: str,
+        *,
+        controller_id: str,
+        attach_timeout: float = 10.0,
+        encode: Callable[[Message], model_runner_pb2.ExecuteRequest] = convert.message_to_pb,
+    ) -> None:
+        self.address = address
         self._controller_id = controller_id
         self._attach_timeout = attach_timeout
+        self._encode = encode
         self._last_epoch = 0
         self._channel: grpc.aio.Channel | None = None
         self._execute: _Execute | None = None
@@ -81,24 +96,43 @@ class GrpcWorker:
         """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
 
         Raises WorkerLost, WorkerRefused, e.g. with STALE_EPOCH, or WorkerUnusable, when no epoch is
-        left.
+        left, or when the worker executes plans only together with others.
         """
         await self.detach()
-        channel = grpc.aio.insecure_channel(self._address, options=_CHANNEL_OPTIONS)
-        self._channel = channel
-        stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
-        timeout = self._attach_timeout
-        try:
-            if epoch is None:
-                answer = await stub.GetWorkerInfo(
-                    model_runner_pb2.GetWorkerInfoRequest(), timeout=timeout
-                )
-                epoch = max(answer.worker_info.epoch, self._last_epoch) + 1
-            if epoch > MAX_EPOCH:
+        if epoch is None:
+            info = await self.look()
+            if info.rank_count > 1:
                 raise WorkerUnusable(
-                    "somebody has claimed the worker under its last epoch, so that no claim can "
-                    "follow: restart the worker"
+                    f"{self.address} is one of {info.rank_count} ranks, which must execute each "
+                    "plan together: list the addresses of all as one worker, separated by commas"
                 )
+            epoch = max(info.epoch, self._last_epoch) + 1
+        claimed = await self.claim(epoch, None)
+        pool = await self.join(0.0)
+        return Attachment(claimed.info, pool, claimed.previous_epoch)
+
+    async def look(self) -> WorkerInfo:
+        """Connects if necessary, and asks what the worker is."""
+        channel, stub = self._connect()
+        try:
+            answer = await stub.GetWorkerInfo(
+                model_runner_pb2.GetWorkerInfoRequest(), timeout=self._attach_timeout
+            )
+        except grpc.aio.AioRpcError as error:
+            raise await self._no_claim(read(error), channel) from error
+        info = convert.info_from_pb(answer.worker_info)
+        address = rendezvous_address(info.rendezvous_address, self.address)
+        return replace(info, rendezvous_address=address)
+
+    async def claim(self, epoch: int, rendezvous: Rendezvous | None) -> Claimed:
+        """Claims the worker, which then begins to meet its fellow ranks, if it has any."""
+        if epoch > MAX_EPOCH:
+            raise WorkerUnusable(
+                "somebody has claimed the worker under its last epoch, so that no claim can "
+                "follow: restart the worker"
+            )
+        channel, stub = self._connect()
+        try:
             attached = await stub.Attach(
                 model_runner_pb2.AttachRequest(
                     epoch=epoch,
@@ -106,23 +140,33 @@ class GrpcWorker:
                     contract_versions=info_pb2.ContractVersionRange(
                         minimum=CONTRACT_VERSION, maximum=CONTRACT_VERSION
                     ),
+                    rendezvous=None if rendezvous is None else convert.rendezvous_to_pb(rendezvous),
                 ),
-                timeout=timeout,
-            )
-            pool = await stub.GetMemoryPool(
-                model_runner_pb2.GetMemoryPoolRequest(), timeout=timeout
+                timeout=self._attach_timeout,
             )
         except grpc.aio.AioRpcError as error:
             raise await self._no_claim(read(error), channel) from error
         self._last_epoch = epoch
+        return Claimed(convert.info_from_pb(attached.worker_info), attached.previous_epoch)
+
+    async def join(self, seconds: float) -> MemoryPool:
+        """Waits until the worker has met its fellow ranks, for which it has so many seconds, and
+        opens Execute."""
+        channel, stub = self._connect()
+        try:
+            answer = await stub.GetMemoryPool(
+                model_runner_pb2.GetMemoryPoolRequest(), timeout=self._attach_timeout + seconds
+            )
+        except grpc.aio.AioRpcError as error:
+            raise await self._no_claim(read(error), channel) from error
         self._execute = stub.Execute()
-        return convert.attachment_from_pb(attached, pool.memory_pool)
+        return convert.pool_from_pb(answer.memory_pool)
 
     async def send(self, message: Message) -> None:
         """Writes a message to the pipeline. Raises WorkerLost or WorkerRefused if it has ended."""
         call = self._pipeline()
         try:
-            request = convert.message_to_pb(message)
+            request = self._encode(message)
         except ValueError as error:  # a number that its field can't hold, which is a bug of ours
             rows = convert.unsendable_rows(message)
             reason = RefusalReason.INVALID_PLAN
@@ -181,12 +225,18 @@ class GrpcWorker:
         said = f"{status.code.name}: {status.message}"
         if status.code in _ANSWERS_OF_OTHERS:
             kind = "a control plane" if await _is_control_plane(channel) else "another service"
-            return WorkerUnusable(f"{self._address} is {kind}, not a worker ({said})")
+            return WorkerUnusable(f"{self.address} is {kind}, not a worker ({said})")
         if any(sign in status.message for sign in _SIGNS_OF_NO_GRPC):
             return WorkerUnusable(
-                f"{self._address} is not a worker: what listens there does not speak gRPC ({said})"
+                f"{self.address} is not a worker: what listens there does not speak gRPC ({said})"
             )
-        return WorkerLost(f"no worker answers at {self._address} ({said})")
+        return WorkerLost(f"no worker answers at {self.address} ({said})")
+
+    def _connect(self) -> tuple[grpc.aio.Channel, Any]:
+        """The channel of this claim or attempt, and the worker's methods on it."""
+        if self._channel is None:
+            self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
+        return self._channel, model_runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
 
     def _pipeline(self) -> _Execute:
         if self._execute is None:

@@ -16,12 +16,26 @@ HELD_SAMPLING = "held_sampling"
 
 
 @dataclass(frozen=True, slots=True)
+class RankCoordinates:
+    """A worker's place: (rank, size) of each kind of parallelism."""
+
+    tensor: tuple[int, int] = (0, 1)
+    pipeline: tuple[int, int] = (0, 1)
+    data: tuple[int, int] = (0, 1)
+
+    def __str__(self) -> str:
+        return f"tensor rank {self.tensor[0]}, pipeline rank {self.pipeline[0]}"
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What the control plane uses of a worker's capability, all of it.
 
     `features` are the contract's names in lower case, those that this controller does not know
-    too. `rank_count`: how many workers execute a plan together with this one, itself included.
-    `device` is for people. `arithmetic` names how results round; empty: the worker does not say.
+    too. `rank_count`: how many workers execute a plan together with this one, itself included; 1
+    also for a rank group, which is all of them. `device` is for people. `arithmetic` names how
+    results round; empty: the worker does not say. `rendezvous_address`: host:port at which this
+    worker lets the other ranks meet; empty: not here.
     """
 
     worker_id: str
@@ -39,6 +53,8 @@ class WorkerInfo:
     rank_count: int
     device: str
     arithmetic: str = ""
+    ranks: RankCoordinates = RankCoordinates()
+    rendezvous_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,7 @@ class RefusalReason(StrEnum):
     PLAN_MISMATCH = "PLAN_MISMATCH"
     WORKER_LOADING = "WORKER_LOADING"
     WORKER_DRAINING = "WORKER_DRAINING"
+    GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
     INTERNAL = "INTERNAL"
     UNKNOWN = "UNKNOWN"

@@ -73,6 +73,7 @@ RESULT = step_pb2.StepResult(
     timings=step_pb2.StepTimings(
         queued=Duration(nanos=250_000), executed=Duration(seconds=1, nanos=500_000_000)
     ),
+    digest=bytes(range(16)),
 )
 SAMPLE = model_runner_pb2.SampleRequest(
     epoch=3,
@@ -105,6 +106,7 @@ INFO = info_pb2.WorkerInfo(
     features=[info_pb2.FEATURE_HELD_SAMPLING, info_pb2.FEATURE_BATCH_INVARIANT],
     attention_backend="torch",
     executor="torch",
+    rendezvous_address="worker-0:29500",
 )
 POOL = info_pb2.MemoryPool(
     block_count=1000,
@@ -132,6 +134,13 @@ SAMPLES: dict[str, Message] = {
         epoch=3,
         controller_id="control-0",
         contract_versions=info_pb2.ContractVersionRange(minimum=1, maximum=2),
+        rendezvous=model_runner_pb2.Rendezvous(
+            address="worker-0:29500",
+            key="0f" * 16,
+            tensor_size=2,
+            pipeline_size=2,
+            timeout=Duration(seconds=10),
+        ),
     ),
     "attach_response": model_runner_pb2.AttachResponse(
         worker_info=INFO, contract_version=1, previous_epoch=2

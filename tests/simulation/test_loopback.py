@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from bench.inprocess import InProcessWorker
+from control_plane.core.claim import ClaimPolicy
 from control_plane.core.plan import Message as PlanMessage
 from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.worker_client import GrpcWorker
@@ -77,11 +78,13 @@ async def server(
 
 
 @asynccontextmanager
-async def driven(worker: Worker, scheduling: SchedulingSettings) -> AsyncIterator[Fleet]:
+async def driven(
+    worker: Worker, scheduling: SchedulingSettings, claim: ClaimPolicy | None = None
+) -> AsyncIterator[Fleet]:
     ready = asyncio.Event()
     fleet = Fleet(
         [worker],
-        ReplicaSettings(scheduling=scheduling, check_invariants=True),
+        ReplicaSettings(scheduling, claim or ClaimPolicy(), check_invariants=True),
         clock=time.monotonic,
         jitter=random.Random(0).random,
         metrics=Telemetry("test"),

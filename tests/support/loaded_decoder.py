@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,13 +37,17 @@ class Loaded:
         folder: Path,
         kind: ExecutorType = TORCH_EXECUTOR,
         spec: DecoderSpec | None = None,
+        peers: Any = None,
     ) -> None:
-        """The folder's config describes the model where there is no `spec`."""
+        """The folder's config describes the model where there is no `spec`. With `peers` this is
+        one of several ranks."""
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
             spec = account_for(checkpoint, spec or describe(checkpoint.config))
-            self._load(spec, checkpoint, kind)
+            self._load(spec, checkpoint, kind, peers)
 
-    def _load(self, spec: DecoderSpec, checkpoint: Checkpoint, kind: ExecutorType) -> None:
+    def _load(
+        self, spec: DecoderSpec, checkpoint: Checkpoint, kind: ExecutorType, peers: Any
+    ) -> None:
         device = torch.device("cpu")
         self.block_count = MAX_LENGTH // BLOCK_SIZE
         config = ExecutorConfig(
@@ -56,15 +61,16 @@ class Loaded:
             limits=Limits(2, MAX_LENGTH, MAX_LENGTH, MAX_LENGTH),
             thread_count=2,
             progress=lambda line: None,
+            peers=peers,
         )
-        groups = layer_groups(spec, DataType.FLOAT32)
+        groups = layer_groups(config.share, DataType.FLOAT32)
         cache = KVCache(groups, self.block_count + 1, BLOCK_SIZE, device)
         unwritten = math.nan if kind.attention_backend is None else 0.0
         for layer in cache.layers:
             layer.keys.fill_(unwritten)
             layer.values.fill_(unwritten)
         assert kind.probe(config) is None
-        loader = WeightLoader(checkpoint, spec, torch.float32, device)
+        loader = WeightLoader(checkpoint, config.share, torch.float32, device)
         self.executor = kind.load(config, loader, cache)
         loader.finish()
 

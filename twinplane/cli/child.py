@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,7 +47,8 @@ class Plane:
 
     `arguments` are those of the Python interpreter. `grace_seconds` pass between the end of its
     standard input and SIGKILL. `log_label` is printed before each line of the plane's log; it may
-    be empty. Without `restarting` the end of the plane is the end of all.
+    be empty. Without `restarting` the end of the plane is the end of all. `variables` are added to
+    this process's environment.
 
     The process has to end when its standard input ends (`--exit-with-parent`). The parent holds the
     write end, which the system closes however the parent ends.
@@ -56,6 +59,7 @@ class Plane:
     grace_seconds: float
     log_label: str = ""
     restarting: Restarting | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class Child:
@@ -84,6 +88,7 @@ class Child:
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
+            env={**os.environ, **plane.variables},
         )
         return cls(plane, process, terminal)
 

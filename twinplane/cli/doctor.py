@@ -15,6 +15,7 @@ from typing import TextIO
 from twinplane.cli import doctor_checks as checks
 from twinplane.cli import planes
 from twinplane.cli.doctor_checks import Finding, State
+from twinplane.cli.up_workers import worker_count
 from twinplane.models import cache_root
 from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.control import ControlConfig
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         control = planes.resolve_control(planes.control_flags(namespace), os.environ, worker)
     except SettingsError as error:
         parser.exit(2, f"twinplane doctor: {error}\n")
-    options = to_arguments(WorkerConfig, planes.worker_flags(namespace))
+    options = to_arguments(WorkerConfig, _first_worker(namespace, worker))
     findings = [finding for check in _checks(control, worker, options) for finding in check()]
     if namespace.json:
         print(json.dumps([finding.as_json() for finding in findings], indent=2))
@@ -56,6 +57,14 @@ def main(argv: Sequence[str]) -> int:
         for finding in findings:
             print(_line(finding, width, sys.stdout))
     return 1 if any(finding.state is State.FAIL for finding in findings) else 0
+
+
+def _first_worker(namespace: argparse.Namespace, worker: WorkerConfig) -> argparse.Namespace:
+    """The flags of the first worker that `up` would start."""
+    count = worker_count(worker)
+    if count == 1:
+        return planes.worker_flags(namespace)
+    return planes.worker_flags(namespace, rank=0, data_parallel_rank=0, local_world_size=count)
 
 
 def _checks(

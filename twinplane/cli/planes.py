@@ -13,7 +13,10 @@ from twinplane.settings.resolution import Settings
 from twinplane.settings.worker import WorkerConfig
 
 # `up` sets these itself: they say how the planes find each other and end together.
-_SET_BY_UP = ("worker", "worker_id", "exit_with_parent")
+_SET_BY_UP = (
+    *("worker", "worker_id", "exit_with_parent"),
+    *("rank", "data_parallel_rank", "local_world_size", "rendezvous_host", "rendezvous_port"),
+)
 # Clients connect to the control plane; the worker listens on a private socket.
 _CONTROL_ONLY = ("host", "port", "uds", "metrics_host")
 # One machine has one port of a number: beside each other, the control plane has the metrics'.

@@ -1,4 +1,4 @@
-"""Where `twinplane up` keeps the socket on which its worker listens."""
+"""Where `twinplane up` keeps the sockets on which its workers listen."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from twinplane.settings.resolution import SettingsError
 
-SOCKET_NAME = "worker.sock"
+_LONGEST_NAME = "worker000.sock"
 _LONGEST_PATH = 100
-_SPECIAL_CHARACTERS = frozenset("%#?,")
+_SPECIAL_CHARACTERS = frozenset("%#?, ")
 
 
 @contextmanager
@@ -24,7 +24,7 @@ def private_folder(environ: Mapping[str, str]) -> Iterator[str]:
     """
     tried = []
     for parent in _short_folders(environ):
-        if len(os.fsencode(f"{parent}/twinplane-12345678/{SOCKET_NAME}")) > _LONGEST_PATH:
+        if len(os.fsencode(f"{parent}/twinplane-12345678/{_LONGEST_NAME}")) > _LONGEST_PATH:
             tried.append(f"{parent} (too long for a socket's path)")
             continue
         if set(parent) & _SPECIAL_CHARACTERS or not parent.isprintable():

@@ -1,4 +1,4 @@
-"""`twinplane up` runs both planes on this machine, as two supervised child processes."""
+"""`twinplane up` runs both planes on this machine, as supervised child processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from twinplane.cli.child import Plane, Restarting
 from twinplane.cli.health import Health
 from twinplane.cli.request_flags import quiet_grpc
 from twinplane.cli.served_models import check_model
-from twinplane.cli.socket_folder import SOCKET_NAME, private_folder
+from twinplane.cli.socket_folder import private_folder
 from twinplane.cli.supervisor import Supervisor
 from twinplane.cli.terminal import Terminal, standard_terminal
+from twinplane.cli.up_workers import UpWorker, replicas_of
 from twinplane.client.values import DEFAULT_ADDRESS
 from twinplane.extras import Extra, how_to_get, missing_modules
 from twinplane.paths import as_text, expand_address
@@ -44,11 +45,12 @@ def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
     parser = CommandParser(
         "twinplane up",
-        "Run the control plane and a worker on this machine. Ctrl-C stops both.",
+        "Run the control plane and its workers on this machine. Ctrl-C stops all.",
         examples=(
             "twinplane up --pull",
             "twinplane up --model ~/models/mine --port 50052",
             "twinplane up --simulate",
+            "twinplane up --tensor-parallel-size 2 --data-parallel-size 2",
         ),
         has_settings=True,
     )
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         restore_signals()
         try:
             with private_folder(os.environ) as folder:
-                return _up(namespace, os.environ, Path(folder) / SOCKET_NAME, terminal)
+                return _up(namespace, os.environ, Path(folder), terminal)
         except (SettingsError, models.ModelError) as error:
             terminal.error(str(error))
             return 2
@@ -89,14 +91,14 @@ def _end_when_asked(terminal: Terminal) -> None:
 def _up(
     namespace: argparse.Namespace,
     environ: Mapping[str, str],
-    worker_socket: Path,
+    folder: Path,
     terminal: Terminal,
 ) -> int:
+    worker = planes.resolve_worker(planes.worker_flags(namespace), environ)
+    replicas = replicas_of(namespace, environ, worker, folder)
     control_flags = planes.control_flags(
-        namespace, worker=f"unix:{worker_socket}", exit_with_parent=True
+        namespace, worker=_addresses(replicas), exit_with_parent=True
     )
-    worker_flags = planes.worker_flags(namespace, uds=str(worker_socket), exit_with_parent=True)
-    worker = planes.resolve_worker(worker_flags, environ)
     control = planes.resolve_control(control_flags, environ, worker)
     control_flags.model = control.model
     if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
@@ -117,10 +119,7 @@ def _up(
     )
     name = as_text(control.served_model_name or worker.served_model_name or worker.model)
     children = (
-        replace(
-            _plane("worker", "worker_service", worker, worker_flags, worker.drain_seconds),
-            restarting=Restarting(Health(expand_address(f"unix:{worker_socket}"))),
-        ),
+        *(_worker_plane(each, worker) for ranks in replicas for each in ranks),
         replace(
             _plane(
                 "control plane",
@@ -136,6 +135,21 @@ def _up(
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
     return asyncio.run(Supervisor(children, Health(address), ready, terminal).run())
+
+
+def _addresses(replicas: Sequence[Sequence[UpWorker]]) -> str:
+    """The workers as the control plane's setting takes them."""
+    return " ".join(",".join(each.address for each in ranks) for ranks in replicas)
+
+
+def _worker_plane(worker: UpWorker, config: WorkerConfig) -> Plane:
+    """How to run a worker, and how to start it again when it dies."""
+    plane = _plane(worker.name, "worker_service", config, worker.flags, config.drain_seconds)
+    return replace(
+        plane,
+        restarting=Restarting(Health(expand_address(worker.address))),
+        variables=worker.variables,
+    )
 
 
 def _plane(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
+from twinplane.paths import expand_address
 from twinplane.settings.ranges import (
     COUNT,
     PATIENCE,
@@ -71,7 +72,11 @@ class ControlConfig:
     )
 
     worker: str = option(
-        "127.0.0.1:50061", "the worker: host:port or unix:PATH", group=_WORKER, path=True
+        "127.0.0.1:50061",
+        "a worker: host:port or unix:PATH, of a replica's ranks all with commas between; may be "
+        "repeated, for each replica once",
+        group=_WORKER,
+        repeated=True,
     )
     worker_loss_patience: float = option(
         60.0,
@@ -140,8 +145,21 @@ class ControlConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, naming the setting."""
         require_ranges(self)
-        if not _is_address(self.worker):
-            raise ValueError(f"worker must be host:port or unix:PATH, not {self.worker!r}")
+        replicas = [
+            ",".join(map(expand_address, replica.split(","))) for replica in self.worker.split()
+        ]
+        object.__setattr__(self, "worker", " ".join(replicas))
+        addresses = ",".join(replicas).split(",")
+        for address in addresses:
+            if not _is_address(address):
+                raise ValueError(f"worker must be host:port or unix:PATH, not {address!r}")
+            if addresses.count(address) > 1:
+                raise ValueError(f"worker names {address} twice")
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The addresses of each replica: of several ranks, with commas between."""
+        return tuple(self.worker.split())
 
 
 def _is_address(worker: str) -> bool:

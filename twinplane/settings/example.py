@@ -31,6 +31,7 @@ _EXAMPLES = {
     "served_model_name": "assistant",
     "uds": "/run/twinplane/plane.sock",
     "worker_id": "gpu-0",
+    "rendezvous_host": "gpu-0.example",
 }
 
 

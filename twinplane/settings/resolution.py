@@ -10,19 +10,18 @@ This module knows no plane: the classes and the names that exist are handed in.
 from __future__ import annotations
 
 import argparse
-import re
 import tomllib
 import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from twinplane.paths import NoHomeFolder, expand, expand_address
 from twinplane.settings.command_parser import CommandParser
 from twinplane.settings.hints import hint, nearest, parse
+from twinplane.settings.parsing import joined, parse_as, plain_type
 from twinplane.settings.ranges import NumberRange
 from twinplane.settings.service_links import is_service_link
 
@@ -34,8 +33,6 @@ Settings = TypeVar("Settings", bound="DataclassInstance")
 _PREFIX = "TWINPLANE_"
 # The package itself reads these; they are not settings of a plane.
 _OTHER_VARIABLES = frozenset({"TWINPLANE_HOME", "TWINPLANE_CONFIG", "TWINPLANE_ADDRESS"})
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
-_TRUE, _FALSE = frozenset({"1", "true", "yes", "on"}), frozenset({"0", "false", "no", "off"})
 
 
 class SettingsError(ValueError):
@@ -49,14 +46,23 @@ def option(
     group: str,
     choices: tuple[str, ...] = (),
     path: bool = False,
+    repeated: bool = False,
     range: NumberRange | None = None,  # noqa: A002
 ) -> Any:
     """A setting: its default, one line of help, the group it is listed under, allowed values.
 
-    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder. Every number has a
-    `range`; the settings' class asks `require_ranges`.
+    `path`: the text may be a path or `unix:PATH`, in which `~` is a home folder. `repeated`: the
+    flag may be given several times, the file may have a list; elsewhere, spaces are between the
+    values. Every number has a `range`; the settings' class asks `require_ranges`.
     """
-    metadata = {"help": help, "group": group, "choices": choices, "path": path, "range": range}
+    metadata = {
+        "help": help,
+        "group": group,
+        "choices": choices,
+        "path": path,
+        "repeated": repeated,
+        "range": range,
+    }
     return field(default=default, metadata=metadata)
 
 
@@ -110,7 +116,7 @@ def add_arguments(
 
 def _add_flag(group: argparse._ArgumentGroup, setting: Field[Any], annotation: Any) -> None:
     text = str(setting.metadata.get("help", "")).replace("%", "%%")
-    if _plain_type(annotation) is bool:
+    if plain_type(annotation) is bool:
         state = "on" if setting.default else "off"
         group.add_argument(
             flag(setting.name),
@@ -120,11 +126,31 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Field[Any], annotation: A
         )
         return
     choices = setting.metadata.get("choices", ())
-    kind = _plain_type(annotation)
+    kind = plain_type(annotation)
     metavar = "{" + ",".join(choices) + "}" if choices else _METAVARS.get(kind, "TEXT")
     if setting.default not in (None, MISSING, ""):
         text += f" (default: {str(setting.default).replace('%', '%%')})"
-    group.add_argument(flag(setting.name), metavar=metavar, default=argparse.SUPPRESS, help=text)
+    group.add_argument(
+        flag(setting.name),
+        metavar=metavar,
+        action=_Repeated if setting.metadata.get("repeated") else "store",
+        default=argparse.SUPPRESS,
+        help=text,
+    )
+
+
+class _Repeated(argparse.Action):
+    """Keeps every value of a flag, with a space between."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, values if before is None else f"{before} {values}")
 
 
 _METAVARS: Mapping[Any, str] = types.MappingProxyType({int: "N", float: "X", Path: "PATH"})
@@ -292,24 +318,17 @@ def _read_file(path: Path, table: str, tables: Mapping[str, Collection[str]]) ->
 # Values.
 
 
-def _plain_type(annotation: Any) -> Any:
-    """`X | None` as X; anything else as it is."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        plain = [arm for arm in get_args(annotation) if arm is not type(None)]
-        assert len(plain) == 1, annotation
-        return plain[0]
-    return annotation
-
-
 def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
     """The value in the setting's type. Flags and the environment give text, the file gives TOML's
     types. An integer is also a float; no other type is converted. For a number that may be None,
     the text `none` is None."""
-    kind = _plain_type(annotation)
+    kind = plain_type(annotation)
+    if setting.metadata.get("repeated"):
+        given = _Given(joined(given.value), given.source)
     if given.value == "none" and kind is not annotation and kind not in (str, Path):
         return None
     try:
-        value = _parse_as(kind, given.value, sized=setting.name.endswith("_bytes"))
+        value = parse_as(kind, given.value, sized=setting.name.endswith("_bytes"))
         if setting.metadata.get("path") and isinstance(value, str):
             value = expand(expand_address(value))
     except ValueError as error:
@@ -319,57 +338,3 @@ def _parse(given: _Given, setting: Field[Any], annotation: Any) -> object:
         near = nearest(str(value), choices)
         raise SettingsError(f"{given.source}: {value!r} is not one of {', '.join(choices)}{near}")
     return value
-
-
-def _parse_as(kind: Any, value: object, *, sized: bool) -> object:
-    """Raises ValueError with what was expected."""
-    if kind is bool:
-        return _parse_bool(value)
-    if kind is str and isinstance(value, str):
-        return value
-    if kind is Path and isinstance(value, str) and value:
-        return Path(expand(value))
-    if kind is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, str):
-            return _parse_size(value) if sized else _parse_number(int, value, "a whole number")
-        raise ValueError("is not a size such as 512MiB" if sized else "is not a whole number")
-    if kind is float:
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, str):
-            return _parse_number(float, value, "a number")
-        raise ValueError("is not a number")
-    assert kind in (str, Path), f"settings can't be of type {kind}"
-    raise ValueError("is not text" if kind is str else "is not a path")
-
-
-def _parse_bool(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.lower() in _TRUE:
-        return True
-    if isinstance(value, str) and value.lower() in _FALSE:
-        return False
-    raise ValueError("is neither true nor false")
-
-
-def _parse_number(kind: type[int] | type[float], text: str, expected: str) -> int | float:
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ValueError(f"is not {expected}") from error
-
-
-def _parse_size(text: str) -> int:
-    """Bytes: `4096`, `512MiB`, `1.5GB` (powers of 1024 with an i, of 1000 without)."""
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError("is not a size such as 512MiB")
-    unit = match[2].lower().removesuffix("b")
-    base = 1024 if unit.endswith("i") else 1000
-    exponent = " kmgt".index(unit[:1] or " ")
-    if unit == "i":
-        raise ValueError("is not a size such as 512MiB")
-    return int(Decimal(match[1]) * base**exponent)

@@ -22,6 +22,7 @@ DEFAULT_PORT = 50061
 _MODEL = "model"
 _LIMITS = "limits and memory"
 _DEVICE = "device"
+_RANKS = "ranks of a replica"
 _SERVER = "server"
 _PROCESS = "process"
 _SIMULATION = "simulation"
@@ -29,6 +30,8 @@ _SIMULATION = "simulation"
 _LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the output
 # The null block and another; the control plane keeps account of each.
 _SIMULATED_BLOCKS = NumberRange(2, 2**24)
+_SIZE = NumberRange(1, 1024)
+_RANK = NumberRange(0, 2**20)
 _LATENCY = NumberRange(0, 10**9)
 
 
@@ -117,6 +120,48 @@ class WorkerConfig:
         range=THREADS,
     )
 
+    tensor_parallel_size: int = option(
+        1, "workers that share each layer, in one replica", group=_RANKS, range=_SIZE
+    )
+    pipeline_parallel_size: int = option(
+        1,
+        "stages of layers, each on workers of its own, in one replica",
+        group=_RANKS,
+        range=_SIZE,
+    )
+    data_parallel_size: int = option(
+        1, "replicas; reported to controllers", group=_RANKS, range=_SIZE
+    )
+    rank: int | None = option(
+        None,
+        "place in the replica: pipeline rank x tensor-parallel size + tensor rank (default: "
+        "LWS_WORKER_INDEX, or the ordinal of a Kubernetes StatefulSet's pod, else 0)",
+        group=_RANKS,
+        range=_RANK,
+    )
+    data_parallel_rank: int | None = option(
+        None,
+        "which replica this worker belongs to (default: by the pod's ordinal, else 0)",
+        group=_RANKS,
+        range=_RANK,
+    )
+    local_world_size: int = option(
+        1,
+        "workers on this machine: by default each has its share of the cores and, on a CPU, of the "
+        "KV pool's size",
+        group=_RANKS,
+        range=_SIZE,
+    )
+    rendezvous_host: str | None = option(
+        None,
+        "host at which other ranks reach rank 0 (default: LWS_LEADER_ADDRESS, else the host at "
+        "which the control plane reaches it)",
+        group=_RANKS,
+    )
+    rendezvous_port: int = option(
+        0, "port at which the ranks meet at rank 0; 0: any free one", group=_RANKS, range=PORT
+    )
+
     host: str = option("127.0.0.1", "address to listen on", group=_SERVER)
     port: int = option(
         DEFAULT_PORT, "port to listen on; 0: any free one", group=_SERVER, range=PORT
@@ -186,3 +231,10 @@ class WorkerConfig:
         elif self.model == SIMULATED_MODEL and not self.simulate:
             raise ValueError(f"model {SIMULATED_MODEL} has no weights: add --simulate")
         require_ranges(self)
+        for name, count in (
+            ("rank", self.tensor_parallel_size * self.pipeline_parallel_size),
+            ("data_parallel_rank", self.data_parallel_size),
+        ):
+            rank = getattr(self, name)
+            if rank is not None and rank >= count:
+                raise ValueError(f"{name} is {rank}, and there are {count}: they count from 0")

@@ -54,11 +54,43 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class RankCoordinates:
-    """(rank, size) of each kind of parallelism."""
+    """(rank, size) of each kind of parallelism.
+
+    The ranks of a replica are those of all its tensor and pipeline ranks, numbered stage by stage.
+    `data` tells replicas apart, and ranks of different replicas never talk to each other.
+    """
 
     tensor: tuple[int, int] = (0, 1)
     pipeline: tuple[int, int] = (0, 1)
     data: tuple[int, int] = (0, 1)
+
+    @property
+    def rank(self) -> int:
+        """The place among the replica's ranks."""
+        return self.pipeline[0] * self.tensor[1] + self.tensor[0]
+
+    @property
+    def size(self) -> int:
+        """How many ranks the replica has."""
+        return self.tensor[1] * self.pipeline[1]
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pipeline[0] == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pipeline[0] == self.pipeline[1] - 1
+
+    @property
+    def answering_rank(self) -> int:
+        """The rank that samples: the first of the last stage."""
+        return (self.pipeline[1] - 1) * self.tensor[1]
+
+    @property
+    def answers(self) -> bool:
+        """Whether this is the rank that samples, and answers with tokens."""
+        return self.rank == self.answering_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +109,8 @@ class Capability:
 
     `executor` runs the whole forward pass. `attention_backend` is the one it attends by: its own
     name again where its attention is its own. `arithmetic` names how results round, see
-    runner/arithmetic.py.
+    runner/arithmetic.py. `rendezvous_address` is the host:port at which this rank lets the ranks of
+    its replica meet: the first of several ranks has one.
     """
 
     device: Device
@@ -91,6 +124,7 @@ class Capability:
     ranks: RankCoordinates = RankCoordinates()
     adapter_slot_count: int = 0
     arithmetic: str = ""
+    rendezvous_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Why the worker refuses a message. But for RunnerFailed, nothing was executed. The tree:
+"""Why the worker refuses a message. But for the last two, nothing was executed. The tree:
 
 WorkerError
 ├── PlanInvalid           the message is malformed in any state: names the field
@@ -10,6 +10,7 @@ WorkerError
 ├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
 │   └── WorkerDraining
+├── GroupLost             another rank of the replica is gone: the epoch is over
 └── RunnerFailed          a bug ended the epoch
 """
 
@@ -34,6 +35,7 @@ class Reason(StrEnum):
     PLAN_MISMATCH = "PLAN_MISMATCH"
     WORKER_LOADING = "WORKER_LOADING"
     WORKER_DRAINING = "WORKER_DRAINING"
+    GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
 
 
@@ -130,6 +132,15 @@ class WorkerDraining(WorkerUnavailable):
     """The worker finishes what it has and then ends."""
 
     reason = Reason.WORKER_DRAINING
+
+
+class GroupLost(WorkerError):
+    """A rank of the replica is gone, hangs, did not come, or a newer claim ended its group.
+
+    This rank is sound, and goes on with the next epoch's group. No request is to blame.
+    """
+
+    reason = Reason.GROUP_LOST
 
 
 class RunnerFailed(WorkerError):

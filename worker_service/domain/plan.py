@@ -114,7 +114,9 @@ class StepResult:
     """What came of a step, or of the sampling of held rows.
 
     `rows`, `token_counts` int32 [sampled rows]; `tokens` int32 [sum of counts]; `held_rows` int32,
-    those whose logits now wait; seconds.
+    those whose logits now wait; seconds. Of the ranks of a replica only one answers with rows and
+    tokens; each has the `digest` of what it applied (parallel/digest.py), empty where there is but
+    one rank.
     """
 
     epoch: int
@@ -126,6 +128,7 @@ class StepResult:
     faults: tuple[RowFault, ...] = ()
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0
+    digest: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

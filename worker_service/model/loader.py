@@ -6,6 +6,7 @@ import torch
 
 from worker_service.load_errors import CheckpointInvalid
 from worker_service.model.accounting import listed
+from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec, ProjectionSpec, TensorSpec
 from worker_service.weights.checkpoint import Checkpoint
 
@@ -13,14 +14,14 @@ from worker_service.weights.checkpoint import Checkpoint
 class WeightLoader:
     """Hands tensors to an executor, on `device` in `data_type`. No result keeps the map open.
 
-    `spec` is one that account_for has settled. Every method raises CheckpointInvalid for a tensor
-    with numbers that `data_type` cannot hold.
+    `spec` is one that account_for has settled, or a rank's share of it. Every method raises
+    CheckpointInvalid for a tensor with numbers that `data_type` cannot hold.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        spec: DecoderSpec,
+        spec: DecoderSpec | DecoderShare,
         data_type: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -59,11 +60,18 @@ class WeightLoader:
         start = 0
         for part in parts:
             self._untaken.discard(part)
-            stored = self._checkpoint.tensor(part.name, part.shape)
+            stored = self._stored(part)
             end = start + part.shape[0]
             target = out[start:end].copy_(stored)
             self._check_range(part.name, stored, target)
             start = end
+
+    def _stored(self, tensor: TensorSpec) -> torch.Tensor:
+        cut, shape = tensor.cut, tensor.stored_shape
+        if cut is None:
+            return self._checkpoint.tensor(tensor.name, shape)
+        part = range(cut.start, cut.start + tensor.shape[cut.axis])
+        return self._checkpoint.part(tensor.name, shape, cut.axis, part)
 
     def _check_range(self, name: str, stored: torch.Tensor, target: torch.Tensor) -> None:
         """Refuses numbers that became infinite; those that were stored so are the model's own."""

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec, ProjectionSpec
 
 
-def parameter_count(spec: DecoderSpec) -> int:
+def parameter_count(spec: DecoderSpec | DecoderShare) -> int:
     """Numbers in all tensors; a tied head counts once, as the embedding."""
     return sum(prod(tensor.shape) for tensor in spec.tensors())
 
 
-def table_size(spec: DecoderSpec, length: int) -> int:
+def table_size(spec: DecoderSpec | DecoderShare, length: int) -> int:
     """Numbers of the cosines and sines of `length` positions."""
     rope = spec.layers[0].attention.rope
     return 0 if rope is None else length * rope.rotary_dim
@@ -26,7 +27,7 @@ def projections(spec: DecoderSpec) -> Iterator[ProjectionSpec]:
         yield from (attention.qkv, attention.output, block.up, block.down)
 
 
-def step_size(spec: DecoderSpec, token_count: int, logit_count: int) -> int:
+def step_size(spec: DecoderSpec | DecoderShare, token_count: int, logit_count: int) -> int:
     """Numbers that a step of so many tokens and logits holds at once, in one layer and the head:
     the residual stream and two copies, queries, keys and values, what the heads read, what the
     feed-forward block widens to, and the logits."""
@@ -39,3 +40,15 @@ def step_size(spec: DecoderSpec, token_count: int, logit_count: int) -> int:
     )
     token = 3 * spec.hidden_size + attention + feed_forward
     return token_count * token + logit_count * (spec.hidden_size + spec.vocabulary_size)
+
+
+def exchange_size(share: DecoderShare, token_count: int, logit_count: int) -> int:
+    """Numbers that a step holds more because tensor ranks tell each other theirs: everybody's terms
+    of a sum, and everybody's logits, padded, before they are put together."""
+    rank, size = share.coordinates.tensor
+    if size == 1:
+        return 0
+    terms = token_count * share.hidden_size * size
+    if rank != 0 or share.head is None:
+        return terms
+    return max(terms, logit_count * len(share.vocabulary[0]) * size)

@@ -17,11 +17,30 @@ from worker_service.layers.rope_scaling import Rope
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Where a part of a tensor is: along `axis`, which has `size` in all, from `start` on."""
+
+    axis: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor of the checkpoint, and the shape it must have."""
+    """A tensor of the checkpoint, and the shape it must have; with a `cut`, a part of one and the
+    part's own shape (see share.py)."""
 
     name: str
     shape: tuple[int, ...]
+    cut: Cut | None = None
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        if self.cut is None:
+            return self.shape
+        axis = self.cut.axis
+        return (*self.shape[:axis], self.cut.size, *self.shape[axis + 1 :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,15 +180,16 @@ class DecoderSpec:
 
     def tensors(self) -> frozenset[TensorSpec]:
         """Every tensor that the decoder is made of."""
-        return frozenset(_tensors_in(self))
+        return frozenset(tensors_in(self))
 
 
-def _tensors_in(value: object) -> Iterator[TensorSpec]:
+def tensors_in(value: object) -> Iterator[TensorSpec]:
+    """Every tensor in a part of a spec, which may be a tuple of parts."""
     if isinstance(value, TensorSpec):
         yield value
     elif isinstance(value, tuple):
         for item in value:
-            yield from _tensors_in(item)
+            yield from tensors_in(item)
     elif is_dataclass(value):
         for field in fields(value):
-            yield from _tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))

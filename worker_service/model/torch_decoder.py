@@ -11,15 +11,17 @@ from worker_service.layers.linear import DenseLinear, Linear, make_linear
 from worker_service.layers.mlp import GatedMlp
 from worker_service.layers.norm import RmsNorm
 from worker_service.layers.rope import RopeTable, build_table, rotate
+from worker_service.layers.split import Embedding, GatheredLinear, SummedLinear
 from worker_service.model.loader import WeightLoader
+from worker_service.model.share import DecoderShare
 from worker_service.model.spec import (
     AttentionSpec,
-    DecoderSpec,
     LayerSpec,
     NormSpec,
     ProjectionSpec,
 )
 from worker_service.model.traits import Trait
+from worker_service.parallel.peers import Peers
 
 SUPPORTED_TRAITS = frozenset(
     {
@@ -34,44 +36,56 @@ SUPPORTED_TRAITS = frozenset(
 
 
 class TorchDecoder:
-    """Owns a model's weights on one device."""
+    """Owns one rank's weights on one device: the whole model where there is but one."""
 
     def __init__(
         self,
-        spec: DecoderSpec,
+        share: DecoderShare,
         loader: WeightLoader,
         max_length: int,
         data_type: torch.dtype,
         device: torch.device,
         progress: Callable[[str], None],
+        peers: Peers | None = None,
     ) -> None:
-        """`spec` has no other than SUPPORTED_TRAITS; `max_length` bounds positions."""
-        self._vocabulary_size = spec.vocabulary_size
-        self._embedding = loader.tensor(spec.embedding)
+        """The decoder has no other than SUPPORTED_TRAITS; `max_length` bounds positions. `peers`
+        are there where `share` is not the whole."""
+        self._peers = peers
+        tensor_rank, tensor_size = share.coordinates.tensor
+        self._tensor_peers = tensor_peers = peers if tensor_size > 1 else None
+        self._hidden_size = share.hidden_size
+        self._vocabulary_size = share.vocabulary[-1].stop
+        self._data_type = data_type
+        self._device = device
+        self._embedding: Embedding | None = None
+        if share.embedding is not None:
+            weight = loader.tensor(share.embedding)
+            self._embedding = Embedding(weight, share.vocabulary[tensor_rank], tensor_peers)
         layers = []
-        for index, layer in enumerate(spec.layers):
-            layers.append(_Layer(index, layer, loader))
-            progress(f"layer {index + 1} of {len(spec.layers)}")
+        for index, layer in enumerate(share.layers):
+            layers.append(_Layer(index, layer, loader, tensor_peers))
+            progress(f"layer {index + 1} of {len(share.layers)}")
         self._layers = tuple(layers)
-        self._norm = _norm(spec.final_norm, loader)
-        self._head: Linear
-        self._is_tied = spec.head is None
-        if spec.head is None:
-            self._head = make_linear(self._embedding, None, shared=True)
-        else:
-            self._head = _linear(spec.head, loader)
-        rope = spec.layers[0].attention.rope
+        self._norm = None if share.final_norm is None else _norm(share.final_norm, loader)
+        self._is_tied = share.is_tied
+        self._head: Linear | None = None
+        if share.head is not None:
+            self._head = self._make_head(share, share.head, loader)
+        rope = share.layers[0].attention.rope
         assert rope is not None
         self._angles = build_table(rope, max_length, data_type, device)
 
     @property
     def weights_bytes(self) -> int:
         """Memory of weights and tables, packed copies included."""
-        total = self._embedding.nbytes + self._norm.byte_count + self._angles.byte_count
-        total += sum(layer.byte_count for layer in self._layers)
-        if self._is_tied and isinstance(self._head, DenseLinear):
-            return total  # the head is the embedding's own memory
-        return total + self._head.byte_count
+        total = self._angles.byte_count + sum(layer.byte_count for layer in self._layers)
+        if self._embedding is not None:
+            total += self._embedding.weight.nbytes
+        if self._norm is not None:
+            total += self._norm.byte_count
+        if self._head is not None and not (self._is_tied and _is_dense(self._head)):
+            total += self._head.byte_count  # a dense tied one is the embedding's own memory
+        return total
 
     def forward(
         self,
@@ -84,27 +98,53 @@ class TorchDecoder:
 
         `token_ids`, `positions` int64 [T], positions counted within each sequence;
         `logit_indices` int64 [S], the tokens whose logits are wanted. Returns [S, vocabulary] in
-        the model's dtype; with S = 0 the head is not run.
+        the model's dtype; with S = 0 the head is not run. Only the answering rank of several gets
+        logits: others return [0, vocabulary].
         """
-        hidden = self._embedding.index_select(0, token_ids)
+        hidden = self._enter(token_ids)
         angles = self._angles.gather(positions)
         for layer in self._layers:
             hidden = layer(hidden, angles, attention)
+        if self._norm is None or self._head is None:
+            assert self._peers is not None
+            self._peers.send(hidden)
+            return hidden.new_empty((0, self._vocabulary_size))
         if not logit_indices.numel():
             return hidden.new_empty((0, self._vocabulary_size))
         return self._head(self._norm(hidden.index_select(0, logit_indices)))
+
+    def _enter(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[T, hidden]: the tokens' embeddings, or what the stage before this one made of them."""
+        if self._embedding is not None:
+            return self._embedding(token_ids)
+        assert self._peers is not None
+        shape = (token_ids.shape[0], self._hidden_size)
+        return self._peers.receive(torch.empty(shape, dtype=self._data_type, device=self._device))
+
+    def _make_head(self, share: DecoderShare, spec: ProjectionSpec, loader: WeightLoader) -> Linear:
+        if share.is_tied and self._embedding is not None:
+            own = make_linear(self._embedding.weight, None, shared=True)
+        else:
+            own = _linear(spec, loader)
+        if self._tensor_peers is None:
+            return own
+        widths = [len(tokens) for tokens in share.vocabulary]
+        return GatheredLinear(own, widths, self._tensor_peers)
 
 
 class _Layer:
     """One decoder layer."""
 
-    def __init__(self, index: int, spec: LayerSpec, loader: WeightLoader) -> None:
+    def __init__(
+        self, index: int, spec: LayerSpec, loader: WeightLoader, peers: Peers | None
+    ) -> None:
+        """`peers` share the layer's heads and width with this rank."""
         block = spec.feed_forward
         assert spec.attention.pre_norm is not None and block.pre_norm is not None
         self._input_norm = _norm(spec.attention.pre_norm, loader)
-        self._attention = _Attention(index, spec.attention, loader)
+        self._attention = _Attention(index, spec.attention, loader, peers)
         self._mlp_norm = _norm(block.pre_norm, loader)
-        self._mlp = GatedMlp(_linear(block.up, loader), _linear(block.down, loader))
+        self._mlp = GatedMlp(_linear(block.up, loader), _summed(block.down, loader, peers))
 
     @property
     def byte_count(self) -> int:
@@ -123,13 +163,15 @@ class _Layer:
 class _Attention:
     """The projections around a layer's attention, the heads' norms and the rotation."""
 
-    def __init__(self, index: int, spec: AttentionSpec, loader: WeightLoader) -> None:
+    def __init__(
+        self, index: int, spec: AttentionSpec, loader: WeightLoader, peers: Peers | None
+    ) -> None:
         self._index = index
         self._head_count = spec.heads.head_count
         self._kv_head_count = spec.heads.kv_head_count
         self._head_dim = spec.heads.head_dim
         self._qkv = _linear(spec.qkv, loader)
-        self._output = _linear(spec.output, loader)
+        self._output = _summed(spec.output, loader, peers)
         self._head_norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.head_norms is not None:
             query, key = spec.head_norms.query, spec.head_norms.key
@@ -163,6 +205,17 @@ class _Attention:
 def _linear(spec: ProjectionSpec, loader: WeightLoader) -> Linear:
     weight, bias = loader.projection(spec)
     return make_linear(weight, bias, shared=False)
+
+
+def _summed(spec: ProjectionSpec, loader: WeightLoader, peers: Peers | None) -> Linear:
+    """A projection whose inputs are split over the ranks."""
+    own = _linear(spec, loader)
+    return own if peers is None else SummedLinear(own, peers)
+
+
+def _is_dense(head: Linear) -> bool:
+    own = head.own if isinstance(head, GatheredLinear) else head
+    return isinstance(own, DenseLinear)
 
 
 def _norm(spec: NormSpec, loader: WeightLoader) -> RmsNorm:

@@ -122,6 +122,7 @@ def result_to_pb(result: StepResult) -> step_pb2.StepResult:
         timings=step_pb2.StepTimings(
             queued=_duration(result.queued_seconds), executed=_duration(result.executed_seconds)
         ),
+        digest=result.digest,
     )
 
 
@@ -171,6 +172,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
         attention_backend=capability.attention_backend,
         executor=capability.executor,
         arithmetic=capability.arithmetic,
+        rendezvous_address=capability.rendezvous_address,
     )
 
 

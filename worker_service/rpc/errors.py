@@ -7,6 +7,7 @@ import grpc
 from twinplane.errors import Violation
 from twinplane.grpc.status import Status
 from worker_service.domain.errors import (
+    GroupLost,
     PlanInvalid,
     Precondition,
     RunnerFailed,
@@ -37,6 +38,14 @@ def status_of(error: Exception) -> Status | None:
             return Status(code.FAILED_PRECONDITION, reason, message, metadata=_blame(error))
         case WorkerUnavailable(reason=reason):
             return Status(code.UNAVAILABLE, reason, message, retry_after=_RETRY_SECONDS)
+        case GroupLost(reason=reason):
+            return Status(
+                code.UNAVAILABLE,
+                reason,
+                message,
+                retry_after=_RETRY_SECONDS,
+                metadata=_blame(error),
+            )
         case RunnerFailed(reason=reason):
             return Status(code.INTERNAL, reason, message, metadata=_blame(error))
         case _:

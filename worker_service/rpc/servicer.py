@@ -17,6 +17,7 @@ from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade, named
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
+from worker_service.rpc.rendezvous import rendezvous_from_pb
 
 _logger = logging.getLogger(__name__)
 
@@ -84,7 +85,11 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         """Claims the worker."""
         versions = request.contract_versions
         claim = await self._facade.attach(
-            request.epoch, request.controller_id, versions.minimum, versions.maximum
+            request.epoch,
+            request.controller_id,
+            versions.minimum,
+            versions.maximum,
+            rendezvous_from_pb(request, self._facade.worker_info().capability.ranks),
         )
         self._fence(request.epoch, request.controller_id)
         return model_runner_pb2.AttachResponse(

@@ -76,11 +76,13 @@ def memory_of(device: torch.device) -> Memory:
     return Memory(str(device), int(total_bytes), int(free_bytes))
 
 
-def default_kv_cache_bytes(device: torch.device, data_type: DataType, weights_bytes: int) -> int:
-    """Bytes for the KV pool of a model that is not loaded yet. Raises OutOfMemory where the weights
-    leave nothing of a GPU's free memory."""
+def default_kv_cache_bytes(
+    device: torch.device, data_type: DataType, weights_bytes: int, sharers: int = 1
+) -> int:
+    """Bytes for the KV pool of a model that is not loaded yet; on a CPU the share of one of
+    `sharers` workers. Raises OutOfMemory where the weights leave nothing of a GPU's free memory."""
     if device.type == "cpu":
-        return _CPU_KV_BYTES
+        return _CPU_KV_BYTES // sharers
     memory = memory_of(device)
     smaller = smaller_formats(device, getattr(torch, data_type.value), Quantization.NONE)
     require_weights(weights_bytes, memory, this_machine(), data_type.value, smaller)

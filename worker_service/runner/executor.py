@@ -9,11 +9,13 @@ from typing import Protocol
 import torch
 
 from worker_service.domain.batch import StepBatch
-from worker_service.domain.capability import DataType, Feature, Limits
+from worker_service.domain.capability import DataType, Feature, Limits, RankCoordinates
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.model.loader import WeightLoader
+from worker_service.model.share import DecoderShare, share_of
 from worker_service.model.spec import DecoderSpec
+from worker_service.parallel.peers import Peers
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.options import Quantization
 
@@ -42,7 +44,8 @@ class Executor(Protocol):
 
     def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
         """Writes the step's KV and returns logits [L, vocabulary] of the tokens at
-        `logit_indices` int32 [L], of which a row may have any number.
+        `logit_indices` int32 [L], of which a row may have any number. On a rank that does not
+        answer they are [0, vocabulary].
 
         The caller may overwrite the tensor. The next run overwrites it.
         """
@@ -54,7 +57,7 @@ class ExecutorConfig:
     """What an executor has to serve: the model, its formats and the bounds of a step.
 
     `data_type` is the format that it computes in. `thread_count` is for an executor with threads of
-    its own.
+    its own. `peers` are the other ranks of the replica, None where there are none.
     """
 
     spec: DecoderSpec
@@ -66,6 +69,17 @@ class ExecutorConfig:
     limits: Limits
     thread_count: int
     progress: Callable[[str], None]
+    peers: Peers | None = None
+
+    @property
+    def ranks(self) -> RankCoordinates:
+        """This rank's place."""
+        return RankCoordinates() if self.peers is None else self.peers.coordinates
+
+    @property
+    def share(self) -> DecoderShare:
+        """What of the model this rank computes. Raises RanksUnfit."""
+        return share_of(self.spec, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ Weights, adapters, sleep and pooling get protocols of their own, not more method
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.domain.rendezvous import Rendezvous
 
 
 class PendingStep(Protocol):
@@ -39,6 +40,27 @@ class CompletedStep:
         return self.completed
 
 
+@runtime_checkable
+class Ranked(Protocol):
+    """A runner that is one of a replica's ranks. Asked only where there are several."""
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Meets the other ranks for an epoch, after `reset`. On the device thread.
+
+        Loading needs no group; without one no step can be launched. Raises GroupLost when a rank
+        does not come in time, or `abandon` overtakes this.
+        """
+        ...
+
+    def abandon(self, before_epoch: int) -> None:
+        """Leaves the group of an older epoch, at any time and from any thread.
+
+        A step or a `join` of such an epoch that waits for other ranks raises GroupLost soon, so
+        that the device thread is free for the next claim. The other ranks' steps end, too.
+        """
+        ...
+
+
 class Runner(Protocol):
     """Executes plans one after another, on the thread that owns the device.
 
@@ -60,7 +82,7 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> PendingStep:
         """Applies a plan and starts it behind the steps launched before.
 
-        Raises PlanInvalid or PlanMismatch with nothing changed.
+        Raises PlanInvalid or PlanMismatch with nothing changed, or GroupLost.
         """
         ...
 

@@ -16,6 +16,7 @@ from worker_service.domain.capability import DataType, LayerGroup
 from worker_service.domain.columns import NULL_BLOCK
 from worker_service.domain.plan import StepPlan
 from worker_service.load_errors import KVPoolTooLarge, MemoryBudgetTooSmall
+from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec
 
 # Plans name blocks by int32.
@@ -36,7 +37,8 @@ class LayerMemory:
 
 
 class KVCache:
-    """The memory of all blocks. A block has a part in every layer; `layers` has one per layer.
+    """The memory of all blocks. A block has a part in every layer; `layers` has one per layer, in
+    order.
 
     Memory is not written before a step needs it, so that the host does not have to back it earlier.
     The content of a block that a sequence takes is therefore unspecified. An executor that reads
@@ -59,7 +61,7 @@ class KVCache:
         layers = dict(
             pair for group in layer_groups for pair in self._allocate_group(group, device)
         )
-        self.layers = tuple(layers[index] for index in range(len(layers)))
+        self.layers = tuple(layers[index] for index in sorted(layers))
         self.clear_null_block()
 
     @property
@@ -131,10 +133,12 @@ def _allocate(
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def layer_groups(spec: DecoderSpec, data_type: DataType) -> tuple[LayerGroup, ...]:
-    """Layers whose KV is alike, in order of first appearance."""
+def layer_groups(spec: DecoderSpec | DecoderShare, data_type: DataType) -> tuple[LayerGroup, ...]:
+    """Layers whose KV is alike, in order of first appearance; of a share, only its own layers,
+    under their indices in the whole."""
     groups: dict[tuple[int, int, int | None], LayerGroup] = {}
-    for index, layer in enumerate(spec.layers):
+    first = spec.first_layer if isinstance(spec, DecoderShare) else 0
+    for index, layer in enumerate(spec.layers, first):
         heads = layer.attention.heads
         key = (heads.kv_head_count, heads.head_dim, heads.window)
         group = groups.get(key)

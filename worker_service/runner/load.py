@@ -25,7 +25,9 @@ from worker_service.model.accounting import account_for
 from worker_service.model.loader import WeightLoader
 from worker_service.model.memory import parameter_count
 from worker_service.model.registry import describe
+from worker_service.model.share import all_shares
 from worker_service.model.spec import DecoderSpec
+from worker_service.parallel.peers import Peers
 from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import (
     default_kv_cache_bytes,
@@ -62,9 +64,11 @@ class LoadPlan:
         if config.quantization is not Quantization.NONE:
             weights = f"{config.quantization.value} weights"
         tokens = (self.block_count - 1) * config.block_size
+        ranks = config.ranks
+        part = f" (rank {ranks.rank} of {ranks.size})" if ranks.size > 1 else ""
         return (
-            f"{spec.architecture}, {len(spec.layers)} layers, {weights}, by {self.executor} on "
-            f"{config.device}; {tokens:,} KV tokens, "
+            f"{spec.architecture}, {len(spec.layers)} layers{part}, {weights}, by {self.executor} "
+            f"on {config.device}; {tokens:,} KV tokens, "
             f"sequences of up to {config.limits.max_sequence_token_count:,} tokens; "
             f"{self.memory.describe()}"
         )
@@ -81,13 +85,15 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model that can run steps, what it can do, its KV pool, and the plan of its memory."""
+    """A model, or a rank's part of one, that can run steps, what it can do, its KV pool, and the
+    plan of its memory."""
 
     capability: Capability
     executor: Executor
     cache: KVCache
     device: torch.device
     memory: MemoryPlan
+    peers: Peers | None = None
 
 
 def load_runner(options: RunnerOptions) -> ModelRunner:
@@ -97,7 +103,9 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     """
     loaded = load_model(options)
     with loaded.memory.explained():
-        runner = ModelRunner(loaded.capability, loaded.executor, loaded.cache, loaded.device)
+        runner = ModelRunner(
+            loaded.capability, loaded.executor, loaded.cache, loaded.device, loaded.peers
+        )
         options.progress("warming up")
         runner.warm_up()
     return runner
@@ -112,10 +120,12 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
         _log_memory(plan)
+        # Before the digest, which reads all weights.
+        address = _host_store(options, config.peers)
         with plan.memory.explained():
-            cache = plan.make_cache()  # before the digest, which reads all weights
+            cache = plan.make_cache()
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
-        loader = WeightLoader(checkpoint, spec, config.data_type, device)
+        loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
         data_type = DataType(str(config.data_type).removeprefix("torch."))
         digest = _arithmetic_digest(
@@ -134,13 +144,27 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
             random_seed=options.random_seed,
-            arithmetic=arithmetic_name(device, chosen, executor),
+            ranks=options.ranks,
+            arithmetic=arithmetic_name(device, chosen, executor, options.ranks),
+            rendezvous_address=address,
         ),
         executor=executor,
         cache=cache,
         device=device,
         memory=plan.memory,
+        peers=config.peers,
     )
+
+
+def _host_store(options: RunnerOptions, peers: Peers | None) -> str:
+    """Where the other ranks of the first one come; empty for any other. Raises
+    RendezvousUnavailable."""
+    if peers is None or options.ranks.rank != 0:
+        return ""
+    address = peers.host_store(options.rendezvous_host, options.rendezvous_port)
+    if options.rendezvous_name is None:
+        return address
+    return f"{options.rendezvous_name}:{address.rpartition(':')[2]}"
 
 
 def check_load(options: RunnerOptions, config: Mapping[str, Any] | None = None) -> LoadPlan:
@@ -166,12 +190,15 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
     data_type = options.data_type or _default_data_type(spec, device)
     torch_type: torch.dtype = getattr(torch, data_type.value)
     kv_data_type = options.kv_data_type or data_type
-    groups = layer_groups(spec, kv_data_type)
+    shares = {share.coordinates: share for share in all_shares(spec, options.ranks)}
+    groups = {each: layer_groups(share, kv_data_type) for each, share in shares.items()}
     budget = options.kv_cache_bytes
     if budget is None:
-        weights_bytes = parameter_count(spec) * torch_type.itemsize
-        budget = default_kv_cache_bytes(device, data_type, weights_bytes)
-    block_count = blocks_within(budget, groups, options.block_size)
+        weights_bytes = parameter_count(shares[options.ranks]) * torch_type.itemsize
+        budget = default_kv_cache_bytes(device, data_type, weights_bytes, options.sharers)
+    # Every rank of a replica has the same blocks, so those with more heads or layers decide.
+    widest = max(groups.values(), key=lambda each: bytes_per_block(each, options.block_size))
+    block_count = blocks_within(budget, widest, options.block_size)
     config = ExecutorConfig(
         spec=spec,
         device=device,
@@ -182,12 +209,14 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
         limits=_limits(options, spec, block_count),
         thread_count=options.thread_count,
         progress=options.progress,
+        peers=Peers(options.ranks, device) if options.ranks.size > 1 else None,
     )
     chosen = select_executor(config, options.executor, options.attention_backend)
-    kv_bytes = block_count * bytes_per_block(groups, options.block_size)
+    own = groups[options.ranks]
+    kv_bytes = block_count * bytes_per_block(own, options.block_size)
     memory = plan_memory(config, chosen.memory(config), kv_bytes)
     memory.require_room()
-    return LoadPlan(chosen, config, groups, block_count, memory)
+    return LoadPlan(chosen, config, own, block_count, memory)
 
 
 def plan_memory(config: ExecutorConfig, taken: ExecutorMemory, kv_bytes: int) -> MemoryPlan:

@@ -2,7 +2,7 @@
 
 It joins collaborators and has no policy of its own: RequestState keeps the rows, `prepare` makes a
 step's inputs, the executor runs them, SamplingState knows how each row is sampled, the sampler
-draws.
+draws. Where the replica has several ranks, RankSteps says who does that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ from worker_service.domain.plan import (
     StepPlan,
     StepResult,
 )
+from worker_service.domain.rendezvous import Rendezvous
 from worker_service.domain.sampling import SamplingColumns, SamplingParameters
+from worker_service.parallel.peers import Peers
 from worker_service.runner.device import memory_of
 from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
@@ -32,6 +34,7 @@ from worker_service.runner.interface import CompletedStep, PendingStep
 from worker_service.runner.kv_cache import KVCache
 from worker_service.runner.logit_batch import BoolColumn, LogitBatch, LogitKind
 from worker_service.runner.plan_checks import refuse_drafts
+from worker_service.runner.rank_steps import Applied, RankSteps
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.masks import MaskBatch, find_masks
 from worker_service.sampling.sampler import sample
@@ -51,7 +54,9 @@ class ModelRunner:
         executor: Executor,
         cache: KVCache,
         device: torch.device,
+        peers: Peers | None = None,
     ) -> None:
+        """`peers` are the other ranks of the replica, if there are any."""
         self._capability = capability
         self._executor = executor
         self._cache = cache
@@ -63,6 +68,7 @@ class ModelRunner:
         self._sampling = SamplingState(capability.limits.max_sequence_count)
         self._held = HeldLogits()
         self._observer: LogitsObserver | None = None
+        self._ranks = None if peers is None else RankSteps(peers, self._state)
 
     def capability(self) -> Capability:
         return self._capability
@@ -83,6 +89,16 @@ class ModelRunner:
     def reset(self) -> None:
         self._state.reset()
         self._held.clear()
+        if self._ranks is not None:
+            self._ranks.reset()
+
+    def join(self, rendezvous: Rendezvous) -> None:
+        if self._ranks is not None:
+            self._ranks.join(rendezvous)
+
+    def abandon(self, before_epoch: int) -> None:
+        if self._ranks is not None:
+            self._ranks.abandon(before_epoch)
 
     def observe(self, observer: LogitsObserver | None) -> None:
         """From the next step on, shows every step's logits to `observer`. None ends that."""
@@ -90,9 +106,22 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> PendingStep:
-        state, rows = self._state, plan.scheduled.rows
+        if self._ranks is None:
+            return self._launch(plan)
+        return self._ranks.guard(lambda: self._launch(plan))
+
+    @torch.inference_mode()
+    def launch_sample(self, plan: SamplePlan) -> PendingStep:
+        if self._ranks is None:
+            return self._launch_sample(plan)
+        return self._ranks.guard(lambda: self._launch_sample(plan))
+
+    def _launch(self, plan: StepPlan) -> PendingStep:
+        state, ranks, rows = self._state, self._ranks, plan.scheduled.rows
         refuse_drafts(plan.scheduled)
         self._sampling.check(plan)
+        if ranks is not None:
+            ranks.settle(plan.removed_rows, rows)
         state.apply(plan)
         for sequence in plan.added:
             self._sampling.add(sequence)
@@ -100,22 +129,38 @@ class ModelRunner:
         self._held.drop(rows.tolist())
         self._executor.take_blocks(plan)
         if not rows.size:
-            return CompletedStep(StepResult(plan.epoch, plan.step_id))
+            nothing = StepResult(plan.epoch, plan.step_id)
+            if ranks is not None:
+                nothing = Applied.nothing(plan).result(rows)
+            return CompletedStep(nothing)
         batch, interest = prepare(plan, state)
         logits = self._executor.run(batch, interest.token_indices)
         state.advance(plan.scheduled)
-        if self._observer is not None:
+        if self._observer is not None and logits.shape[0] == interest.rows.size:
             self._observer(plan.step_id, interest, logits)
-        return CompletedStep(self._conclude(plan, interest, logits))
+        if ranks is None:
+            return CompletedStep(self._conclude(plan, interest, logits))
+        counts, held = batch.query_lengths, interest.are(LogitKind.HOLD)
+        applied = Applied(plan.epoch, plan.step_id, rows, counts, batch.positions)
+        if ranks.answers:
+            result = self._conclude(plan, interest, logits)
+            return CompletedStep(ranks.answer(result, applied, interest.rows[~held]))
+        state.record_held(interest.rows[held], plan.step_id)
+        return ranks.follow(applied, interest.rows[~held])
 
-    @torch.inference_mode()
-    def launch_sample(self, plan: SamplePlan) -> PendingStep:
-        state, rows = self._state, plan.rows
+    def _launch_sample(self, plan: SamplePlan) -> PendingStep:
+        state, ranks, rows = self._state, self._ranks, plan.rows
+        if ranks is not None:
+            ranks.settle(rows)
         state.require_held(rows, plan.step_id)
         masks = None if plan.masks is None else find_masks(plan.masks, rows, self._vocabulary_size)
         positions = state.known_counts[rows]
+        applied = Applied(plan.epoch, plan.step_id, rows, np.ones_like(rows), positions)
+        if ranks is not None and not ranks.answers:
+            return ranks.follow(applied, rows)
         logits = self._held.take(rows)
-        return CompletedStep(self._sample(plan.epoch, plan.step_id, rows, positions, logits, masks))
+        result = self._sample(plan.epoch, plan.step_id, rows, positions, logits, masks)
+        return CompletedStep(result if ranks is None else ranks.answer(result, applied, rows))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -131,7 +176,8 @@ class ModelRunner:
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
             batch = _warm_up_batch(row_count, length)
             logits = self._executor.run(batch, batch.query_starts[1:] - 1)
-            sample(logits, _warm_up_sampling(batch))
+            if logits.shape[0]:
+                sample(logits, _warm_up_sampling(batch))
         self._cache.clear_null_block()
 
     def _conclude(self, plan: StepPlan, interest: LogitBatch, logits: torch.Tensor) -> StepResult:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from worker_service.domain.capability import DataType
+from worker_service.domain.capability import DataType, RankCoordinates
 
 
 class Quantization(Enum):
@@ -27,7 +27,10 @@ class RunnerOptions:
     less. `executor` and `attention_backend` None take the first that can run. `thread_count` is for
     computing on the CPU. `random_seed` is reported, never used for sampling. `kv_data_type` None
     takes that of `data_type`. It and `quantization` are refused where they cannot be honoured.
-    `progress` gets short lines that tell people what is being done.
+    `progress` gets short lines that tell people what is being done. `ranks` is the worker's place
+    in its replica; the first of several ranks lets the others meet at
+    `rendezvous_host`:`rendezvous_port`, 0 for any free port. `rendezvous_name` is the host that it
+    tells: empty leaves that to who asks, None is the host. `sharers`: workers on this machine.
     """
 
     model_folder: Path
@@ -46,3 +49,8 @@ class RunnerOptions:
     progress: Callable[[str], None]
     quantization: Quantization = Quantization.NONE
     kv_data_type: DataType | None = None
+    ranks: RankCoordinates = field(default_factory=RankCoordinates)
+    rendezvous_host: str = "127.0.0.1"
+    rendezvous_port: int = 0
+    rendezvous_name: str | None = None
+    sharers: int = 1

@@ -18,7 +18,7 @@ from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
 from worker_service.layers.linear import is_packed
 from worker_service.model.loader import WeightLoader
-from worker_service.model.memory import parameter_count, step_size, table_size
+from worker_service.model.memory import exchange_size, parameter_count, step_size, table_size
 from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
 from worker_service.model.traits import refusal
 from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
@@ -77,12 +77,13 @@ def torch_executor(backend: BackendType) -> ExecutorType:
 
     def load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Executor:
         model = TorchDecoder(
-            config.spec,
+            config.share,
             loader,
             config.limits.max_sequence_token_count,
             config.data_type,
             config.device,
             config.progress,
+            config.peers,
         )
         caches = tuple(_layer_cache(layer, cache.block_size) for layer in cache.layers)
         return TorchExecutor(
@@ -90,12 +91,13 @@ def torch_executor(backend: BackendType) -> ExecutorType:
         )
 
     def memory(config: ExecutorConfig) -> ExecutorMemory:
-        spec, limits, size = config.spec, config.limits, config.data_type.itemsize
-        numbers = parameter_count(spec) + table_size(spec, limits.max_sequence_token_count)
-        if spec.head is None and is_packed(config.device, config.data_type):
-            numbers += prod(spec.embedding.shape)  # the head is a packed copy
+        share, limits, size = config.share, config.limits, config.data_type.itemsize
+        numbers = parameter_count(share) + table_size(share, limits.max_sequence_token_count)
+        if share.is_tied and share.embedding and is_packed(config.device, config.data_type):
+            numbers += prod(share.embedding.shape)  # the head is a packed copy
         logit_count = min(limits.max_sequence_count, limits.max_step_token_count)
-        step = step_size(spec, limits.max_step_token_count, logit_count)
+        step = step_size(share, limits.max_step_token_count, logit_count)
+        step += exchange_size(share, limits.max_step_token_count, logit_count)
         return ExecutorMemory(
             weights_bytes=numbers * size,
             workspace_bytes=backend.workspace(_attention(config)) + step * size,
@@ -106,7 +108,7 @@ def torch_executor(backend: BackendType) -> ExecutorType:
 
 def _attention(config: ExecutorConfig) -> AttentionConfig:
     return AttentionConfig(
-        layers=tuple(layer.attention.heads for layer in config.spec.layers),
+        layers=tuple(layer.attention.heads for layer in config.share.layers),
         block_size=config.block_size,
         max_length=config.limits.max_sequence_token_count,
         data_type=config.data_type,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from worker_service.domain.capability import (
     Limits,
     MemoryPool,
     Model,
+    RankCoordinates,
 )
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
 from worker_service.domain.plan import (
@@ -37,6 +38,8 @@ from worker_service.domain.plan import (
     StepResult,
     WeightVersion,
 )
+from worker_service.domain.rendezvous import Rendezvous
+from worker_service.parallel.digest import digest_of
 from worker_service.runner.drafts import kept_tokens
 from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
@@ -48,6 +51,7 @@ from worker_service.simulated.arithmetic import Words, choose, mix, position_wei
 from worker_service.simulated.drafter import propose
 
 _BYTES_PER_SLOT = 8
+_NONE: IntColumn = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,9 @@ class SimulatedLatency:
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
     """What is pretended. `block_count` includes the null block. No token below `first_token` is
-    ever sampled, unless a mask leaves no other."""
+    ever sampled, unless a mask leaves no other. Each of several ranks computes everything by
+    itself, so they need no group; only one of them answers with tokens. `rendezvous_address` is
+    where they would meet."""
 
     name: str
     vocabulary_size: int
@@ -87,6 +93,8 @@ class SimulatedModel:
     architecture: str = "Simulated"
     random_seed: int = 0
     first_token: int = 0
+    ranks: RankCoordinates = field(default_factory=RankCoordinates)
+    rendezvous_address: str = ""
 
 
 def simulated_pool_bytes(block_count: int, block_size: int) -> int:
@@ -134,6 +142,8 @@ class SimulatedRunner:
             attention_backend="simulated",
             arithmetic="simulated",
             random_seed=model.random_seed,
+            ranks=model.ranks,
+            rendezvous_address=model.rendezvous_address,
         )
 
     def memory_pool(self) -> MemoryPool:
@@ -154,6 +164,12 @@ class SimulatedRunner:
         self._state.reset()
         self._held.clear()
 
+    def join(self, rendezvous: Rendezvous) -> None:
+        """Meets nobody: see SimulatedModel."""
+
+    def abandon(self, before_epoch: int) -> None:
+        """Waits for nobody: see SimulatedModel."""
+
     def launch(self, plan: StepPlan) -> PendingStep:
         started, state, scheduled = self._clock(), self._state, plan.scheduled
         self._sampling.check(plan)
@@ -163,7 +179,7 @@ class SimulatedRunner:
         for row in (*plan.removed_rows.tolist(), *scheduled.rows.tolist()):
             self._held.pop(row, None)
         if not scheduled.rows.size:
-            return CompletedStep(StepResult(plan.epoch, plan.step_id))
+            return CompletedStep(self._told(StepResult(plan.epoch, plan.step_id)))
         if scheduled.draft_counts.any():
             self._draft(scheduled)
         batch, interest = prepare(plan, state)
@@ -177,11 +193,14 @@ class SimulatedRunner:
         remaining = started + self._latency.of(batch) - self._clock()
         if remaining > 0:
             self._sleep(remaining)
-        return CompletedStep(replace(result, held_rows=interest.rows[held]))
+        result = replace(result, held_rows=interest.rows[held])
+        counts = batch.query_lengths
+        return CompletedStep(self._told(result, scheduled.rows, counts, batch.positions))
 
     def launch_sample(self, plan: SamplePlan) -> PendingStep:
         rows, vocabulary = plan.rows, self._model.vocabulary_size
         self._state.require_held(rows, plan.step_id)
+        positions = self._state.known_counts[rows]
         masks = None if plan.masks is None else find_masks(plan.masks, rows, vocabulary)
         held = [self._held.pop(row) for row in rows.tolist()]
         tokens = self._choose(np.array(held, dtype=np.uint64))
@@ -201,9 +220,27 @@ class SimulatedRunner:
             for row in rows[empty].tolist()
         )
         ones = np.ones_like(rows[~empty])
-        return CompletedStep(
-            StepResult(plan.epoch, plan.step_id, rows[~empty], ones, tokens[~empty], faults=faults)
+        result = StepResult(
+            plan.epoch, plan.step_id, rows[~empty], ones, tokens[~empty], faults=faults
         )
+        return CompletedStep(self._told(result, rows, np.ones_like(rows), positions))
+
+    def _told(
+        self,
+        result: StepResult,
+        rows: IntColumn = _NONE,
+        token_counts: IntColumn = _NONE,
+        positions: IntColumn = _NONE,
+    ) -> StepResult:
+        """What this rank says of a step: see StepResult."""
+        ranks = self._model.ranks
+        if ranks.size == 1:
+            return result
+        epoch, step_id = result.epoch, result.step_id
+        digest = digest_of(epoch, step_id, rows, token_counts, positions, result.tokens)
+        if ranks.answers:
+            return replace(result, digest=digest)
+        return StepResult(epoch, step_id, digest=digest)
 
     def _draft(self, scheduled: ScheduledRows) -> None:
         """Proposes drafts for the rows that verify some and were given none."""

@@ -92,18 +92,21 @@ class Checkpoint:
 
         Raises CheckpointInvalid when it is missing or has another shape.
         """
-        source = self._files.get(name)
-        if source is None:
-            raise CheckpointInvalid(
-                f"{self.folder}: the weight files lack the tensor {name}; download the model again"
-            )
-        tensor = source.get_tensor(name)
+        tensor = self._source(name).get_tensor(name)
         assert isinstance(tensor, torch.Tensor)
-        if tuple(tensor.shape) != shape:
-            raise CheckpointInvalid(
-                f"{self.folder}: the tensor {name} has shape {tuple(tensor.shape)}, "
-                f"{CONFIG_NAME} implies {shape}; the files do not belong together"
-            )
+        self._check_shape(name, tuple(tensor.shape), shape)
+        return tensor
+
+    def part(self, name: str, shape: tuple[int, ...], axis: int, part: range) -> torch.Tensor:
+        """A copy of part of the tensor `name`, along the first or second axis; reads only that.
+
+        Raises CheckpointInvalid when it is missing or the whole has another shape than `shape`.
+        """
+        stored = self._source(name).get_slice(name)
+        self._check_shape(name, tuple(stored.get_shape()), shape)
+        own = slice(part.start, part.stop)
+        tensor = stored[own] if axis == 0 else stored[:, own]
+        assert isinstance(tensor, torch.Tensor)
         return tensor
 
     def stored_format(self, name: str) -> str:
@@ -138,6 +141,22 @@ class Checkpoint:
             partial.write_text(json.dumps({"files": key, "sha256": digest}), encoding="utf-8")
             partial.replace(cache)
         return digest
+
+    def _source(self, name: str) -> Any:
+        """The open file that holds a tensor. Raises CheckpointInvalid."""
+        source = self._files.get(name)
+        if source is None:
+            raise CheckpointInvalid(
+                f"{self.folder}: the weight files lack the tensor {name}; download the model again"
+            )
+        return source
+
+    def _check_shape(self, name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> None:
+        if found != shape:
+            raise CheckpointInvalid(
+                f"{self.folder}: the tensor {name} has shape {found}, "
+                f"{CONFIG_NAME} implies {shape}; the files do not belong together"
+            )
 
     def _open(self, path: Path, weight_map: Mapping[str, str]) -> None:
         try:

@@ -246,3 +246,39 @@ def test_a_mistake_on_the_command_line_is_one_line_and_code_2(
 def test_the_known_names_are_those_of_the_planes() -> None:
     assert known_settings()["control"] == setting_names(ControlConfig)
     assert known_settings()["worker"] == setting_names(WorkerConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One setting that may be repeated."""
+
+    ship: str = option("anna", "a ship", group="ships", repeated=True)
+
+
+def fleet(*flags: str, environ: dict[str, str] | None = None, file: Path | None = None) -> str:
+    known = {"fleet": setting_names(Fleet)}
+    return resolve(Fleet, parse(*flags, cls=Fleet), environ or {}, file, "fleet", known=known).ship
+
+
+def test_a_repeated_flag_keeps_every_value() -> None:
+    assert fleet() == "anna"
+    assert fleet("--ship=berta") == "berta"
+    assert fleet("--ship=berta", "--ship", "clara") == "berta clara"
+    assert to_arguments(Fleet, parse("--ship=a", "--ship=b", cls=Fleet)) == ["--ship=a b"]
+    assert fleet(environ={"TWINPLANE_SHIP": "dora emma"}) == "dora emma"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [('"a"', "a"), ('"a b"', "a b"), ('["a", "b"]', "a b"), ('["a"]', "a"), ("[]", "")],
+)
+def test_a_repeated_setting_may_be_a_list_in_the_file(toml: Path, text: str, value: str) -> None:
+    toml.write_text(f"ship = {text}\n")
+    assert fleet(file=toml) == value
+
+
+@pytest.mark.parametrize("text", ["1", "[1]", '["a", 1]', '[["a"]]', "true"])
+def test_other_things_are_no_repeated_setting(toml: Path, text: str) -> None:
+    toml.write_text(f"ship = {text}\n")
+    with pytest.raises(SettingsError, match=r"ship: .* is not text"):
+        fleet(file=toml)

@@ -12,8 +12,10 @@ import pytest
 from control_plane.core.config import SchedulerConfig
 from control_plane.shell.limits import capacity_of
 from tests.support.planes import ROOT
-from worker_service.domain.capability import DataType
+from worker_service.domain.capability import DataType, RankCoordinates
+from worker_service.model.memory import parameter_count
 from worker_service.model.registry import describe
+from worker_service.model.share import all_shares
 from worker_service.runner import device
 from worker_service.runner.kv_cache import blocks_within, bytes_per_block, layer_groups
 
@@ -121,6 +123,25 @@ def test_what_is_multiplied_gives_what_is_told(title: str) -> None:
             assert prod(int(part.replace(",", "")) for part in how.split("×")) == number, what
         elif match := re.fullmatch(r"([\d,]+) / (\d+)", how):
             assert int(match[1].replace(",", "")) // int(match[2]) == number, what
+
+
+def test_what_ranks_take_is_what_their_shares_take() -> None:
+    rows = re.findall(r"^\|(.*) \| (\d) × (\d) \| (.*) \| (.*) \| (.*) \|$", TEXT, re.M)
+    assert len(rows) == 8
+    for index, (_, tensor, pipeline, *told) in enumerate(rows):
+        config, size, data_type = (LARGE, 2, DataType.BFLOAT16)
+        if index >= 4:
+            config, size, data_type = (SMALL, 4, DataType.FLOAT32)
+        place = RankCoordinates((0, int(tensor)), (0, int(pipeline)))
+        shares = list(all_shares(describe(config), place))
+        weights = [parameter_count(share) * size for share in shares]
+        groups = [layer_groups(share, data_type) for share in shares]
+        widest = max(groups, key=lambda each: bytes_per_block(each, BLOCK_SIZE))
+        pools = [int((80 * 10**9 - each) * device._CUDA_KV_FRACTION) for each in weights]
+        pool = min(pools) if index < 4 else device._CPU_KV_BYTES
+        tokens = (blocks_within(pool, widest, BLOCK_SIZE) - 1) * BLOCK_SIZE
+        expected = [max(weights), bytes_per_block(widest, BLOCK_SIZE) // BLOCK_SIZE, tokens]
+        assert [int(number.replace(",", "")) for number in told] == expected
 
 
 def test_the_answers_arithmetic() -> None:
