@@ -81,8 +81,11 @@ class BaseGeneration(Generic[_Stream]):
     def _apply(self, message: pb.GenerateResponse) -> Delta | None:
         """Takes in the next message; returns its delta if it carries one."""
         if self._attempts.is_resuming:
-            self._attempts.went_on()
             self._broken_by = None
+            if message.HasField("started"):
+                self._attempts.taken_up()
+            else:
+                self._attempts.went_on()
         return self._fold.apply(message)
 
     def _wait_or_raise(self, failure: grpc.RpcError) -> float | None:

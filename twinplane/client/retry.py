@@ -19,6 +19,7 @@ from twinplane.errors import Overloaded, TwinplaneError, Unavailable
 _LONGEST_PAUSE = 0.25
 """Seconds between attempts to resume, where the server asks for no more."""
 _MAX_DOUBLINGS = 16
+_MAX_FRUITLESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +67,28 @@ class Attempts:
         self._jitter = jitter
         self._failed_count = 0
         self._broken_at: float | None = None
-        """When what a server had taken up broke; None: nothing has, or it went on."""
+        """When what a server had taken up broke; None: nothing has, or it was taken up again."""
+        self._fruitless_count = 0
+        """How often it was taken up again since it last came to a token."""
         self._deadline = None if timeout is None else clock() + timeout
 
     def remaining(self) -> float | None:
         """Seconds left for the next attempt; None without a deadline."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
+    def taken_up(self) -> None:
+        """A server has taken the call up again: patience begins anew with the next break.
+
+        Not for ever, though: a server may take it up each time and never come to a token.
+        """
+        self._fruitless_count += 1
+        if self._fruitless_count <= _MAX_FRUITLESS:
+            self._broken_at = None
+
     def went_on(self) -> None:
-        """A server has taken the call up, again or for the first time."""
+        """It has come to a token, after it was taken up again."""
         self._broken_at = None
-        self._failed_count = 0
+        self._fruitless_count = 0
 
     def wait_to_resume(self, error: TwinplaneError) -> float | None:
         """Notes that a call which a server had taken up broke, or could not be resumed.
@@ -100,8 +112,8 @@ class Attempts:
 
     @property
     def is_resuming(self) -> bool:
-        """Whether it broke after a server had taken it up."""
-        return self._broken_at is not None
+        """Whether it broke after a server had taken it up, and has not come to a token since."""
+        return self._broken_at is not None or self._fruitless_count > 0
 
     def wait_after(self, error: TwinplaneError) -> float | None:
         """Notes a failed attempt. Returns the seconds to wait before the next; None: no next."""

@@ -56,7 +56,7 @@ def request_of(number: int) -> pb.GenerateRequest:
         request.sampling.top_k = draw.randint(1, 50)
     if draw.random() < 0.3:
         request.sampling.top_p = draw.uniform(0.1, 1.0)
-    request.stop.max_tokens = draw.randint(1, 16)
+    request.stop.max_tokens = draw.randint(1, 12)
     request.stop.ignore_end_of_sequence = draw.random() < 0.5
     if draw.random() < 0.5:
         strings = [chr(draw.randint(33, 126)) for _ in range(12)]
@@ -102,7 +102,7 @@ async def test_a_stream_cut_anywhere_goes_on_as_if_it_were_not(folder: Path) -> 
         alone = await told(stack.stub.Generate(NEIGHBOUR))
         beside = asyncio.create_task(told(stack.stub.Generate(NEIGHBOUR)))
         counts = [await check_every_cut(stack, request_of(n)) for n in range(REQUEST_COUNT)]
-        assert sum(counts) > 300
+        assert sum(counts) > 200
         neighbour = await beside
         assert (neighbour.text, neighbour.token_ids) == (alone.text, alone.token_ids)
 

@@ -193,6 +193,21 @@ def test_another_generation_is_not_taken_for_it(
         call("generate", "x")
 
 
+def test_a_server_that_never_comes_to_a_token_is_left(
+    call: Call, service: ScriptedInference
+) -> None:
+    """Each one takes it up and fails: patience alone would begin anew for ever."""
+    service.scripts += [
+        [begun(), delta("a", 1), UNAVAILABLE],
+        *([begun(), UNAVAILABLE] for _ in range(1000)),
+    ]
+    retry = RetryPolicy(resume_patience=0.3)
+    with pytest.raises(twinplane.Unavailable, match="gone") as caught:
+        call("generate", "x", client={"retry": retry})
+    assert caught.value.partial is not None and caught.value.partial.token_ids == (1,)
+    assert 5 < len(service.requests) < 1000
+
+
 class Clock:
     """Time that passes only while a client sleeps, or when it is told to."""
 
