@@ -35,7 +35,7 @@ QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu' --durations=8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday restarts
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -97,6 +97,9 @@ mutation: $(STUBS)  ## plant bugs in the control core and count those its tests 
 
 firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes
 	$(BIN)/python -m tests.first_day $(ARGS)
+
+restarts: $(STUBS)  ## kill the control plane 50 times under 16 resuming clients: 4 minutes
+	$(BIN)/python -m tests.restarts $(ARGS)
 
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)

@@ -12,7 +12,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from control_plane.rpc.server import (
 from control_plane.rpc.workers import worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
+from control_plane.shell.ports import Clock
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.successor import ArithmeticChange
 from control_plane.shell.workers import serving_worker
@@ -58,6 +59,8 @@ _logger = logging.getLogger(__name__)
 
 # After a drain, calls only have their status to send.
 _STOP_GRACE_SECONDS = 2.0
+# From the start on, a request waits for the first claim of a worker so long and no longer.
+_FIRST_CLAIM_SECONDS = 1.0
 # Workers have no more, unless they are told to.
 _USUAL_ROWS = 256
 
@@ -137,6 +140,24 @@ class NameCheck:
             )
 
 
+class FirstClaim:
+    """The first seconds of a control plane, whose worker is probably there.
+
+    Clients that resume come the moment it listens: they need not be sent away for a claim that
+    takes milliseconds.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self.made = asyncio.Event()
+        self._clock = clock
+        self._until = clock() + _FIRST_CLAIM_SECONDS
+
+    async def settled(self) -> None:
+        """Returns once a worker is claimed, or has not come in time."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.made.wait(), max(0.0, self._until - self._clock()))
+
+
 async def _serve(
     config: ControlConfig, model_name: str, text_model: TextModel, sampling: SamplingParams
 ) -> int:
@@ -152,8 +173,12 @@ async def _serve(
     vocabulary = VocabularyCheck(text_model.tokenizer.token_count)
     names = NameCheck(model_name, served_name(config.model))
 
+    first_claim = FirstClaim(time.monotonic)
+
     def on_readiness(ready: bool) -> None:
         readiness.set_serving(ready)
+        if ready:
+            first_claim.made.set()
         if ready and (model := fleet.served_model()) is not None:
             vocabulary.meet(model.vocabulary_size)
             names.meet(model.name)
@@ -187,6 +212,7 @@ async def _serve(
             new_seed=lambda: rng.getrandbits(64),
             new_request_id=lambda: f"gen-{uuid.uuid4().hex}",
             workers=lambda: [serving_worker(replica) for replica in fleet.replicas],
+            settled=first_claim.settled,
             default_sampling=sampling,
         )
         server = ControlServer(

@@ -30,6 +30,13 @@ class Admission:
                 f"the prompt has {len(request.prompt_token_ids)} tokens; at most {longest} leave "
                 f"room for one generated token"
             )
+        if request.resumed is not None:
+            total = len(request.prompt_token_ids) + len(request.resumed.token_ids)
+            if total > longest:
+                raise RequestTooLong(
+                    f"prompt and output have {total} tokens already; at most {longest} leave room "
+                    f"for one more"
+                )
         if live_count >= self._config.max_live_count:
             raise QueueFull(
                 f"{live_count} requests run or wait, no more are accepted",

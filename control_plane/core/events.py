@@ -85,7 +85,8 @@ class Stats:
     core, and go by being `finished` or `moved_out`. A prompt token counts once, as computed
     (`prompt_tokens`) or as found in the cache (`cached_prompt_tokens`); computed again after a
     preemption, a move or the loss of a worker it is one of `recomputed_tokens`, as is a generated
-    token. `generated_tokens` are those that were handed out.
+    token. `generated_tokens` are those that were handed out. Output that a resumed request
+    brings is none of these.
     """
 
     running: int

@@ -15,7 +15,7 @@ from enum import Enum
 
 from control_plane.core import placement, succession
 from control_plane.core.placement import Load
-from control_plane.core.request import Request, SequenceId
+from control_plane.core.request import Origin, Request, SequenceId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.sequence import Sequence
 from control_plane.core.succession import Traits
@@ -105,21 +105,29 @@ class Move:
 def places(members: Iterable[Member], request: Request) -> list[Member]:
     """The replicas that might take a new request, the best first.
 
-    Those that would cut it short come last, however full the others are.
+    Those that would cut it short come last, however full the others are. One that has tokens goes
+    where they go on as they began, if there is such a place.
     """
     taking = {member.number: member for member in members if member.takes_new}
     if len(taking) < 2:
         return list(taking.values())
-    prompt = request.prompt_token_ids
-    length = len(prompt) + request.stop.max_tokens
+    tokens = array("I", request.prompt_token_ids)
+    length = len(tokens) + request.stop.max_tokens
+    origin = None
+    if request.resumed is not None:
+        tokens.extend(request.resumed.token_ids)
+        origin = request.resumed.origin
     longest = max(member.traits.max_sequence_token_count for member in taking.values())
-    hashes = _Hashes(array("I", prompt), request.cache_salt)
+    hashes = _Hashes(tokens, request.cache_salt)
     ordered = placement.order(
-        [member.load(len(prompt), hashes.of(member)) for member in taking.values()]
+        [member.load(len(tokens), hashes.of(member)) for member in taking.values()]
     )
     found = [taking[number] for number in ordered]
     wanted = min(length, longest)
-    return sorted(found, key=lambda member: member.traits.max_sequence_token_count < wanted)
+    found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)
+    if origin is not None:
+        found.sort(key=lambda member: not _makes_alike(member, origin))
+    return found
 
 
 def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) -> Iterator[Move]:
@@ -183,6 +191,11 @@ def _can_go(sequence: Sequence, before: Traits, after: Traits, *, may_cross: boo
         after.max_sequence_token_count >= sequence.token_limit
         and succession.obstacle_of(sequence, before, after, may_cross=may_cross) is None
     )
+
+
+def _makes_alike(member: Member, origin: Origin) -> bool:
+    traits = member.traits
+    return (traits.weight_digest, traits.arithmetic) == (origin.weights_digest, origin.arithmetic)
 
 
 def _rounds_alike(one: Member, other: Member) -> bool:

@@ -109,20 +109,26 @@ class Ledger:
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
     ) -> None:
-        """A new sequence waits. It keeps the request but for the prompt, which becomes its log."""
+        """A new sequence waits. It keeps the request but for its tokens, which become its log."""
         prompt_count = len(request.prompt_token_ids)
+        resumed = request.resumed
+        token_ids = array("I", request.prompt_token_ids)
+        if resumed is not None:
+            token_ids.extend(resumed.token_ids)
         sequence = Sequence(
             sequence_id=sequence_id,
-            request=replace(request, prompt_token_ids=()),
+            request=replace(request, prompt_token_ids=(), resumed=None),
             prompt_count=prompt_count,
             scanner=scanner,
             rank=rank_of(request, sequence_id, self.config.ageing_seconds),
-            token_ids=array("I", request.prompt_token_ids),
+            token_ids=token_ids,
             token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
             cache_root=self.cache.root(request.cache_salt),
             stop_ids=request.stop.stop_token_ids | request.stop.end_of_sequence_ids,
             watched=scanner is not None or request.output is OutputKind.HOLD,
         )
+        if resumed is not None and resumed.origin is not None:
+            sequence.arithmetic_changed = resumed.origin.arithmetic_changed
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
         self.waiting.add(sequence)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType, Protocol
 
@@ -66,6 +66,32 @@ class StopScanner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What tokens were made with. `arithmetic` names how their worker rounds, see WorkerInfo;
+    `arithmetic_changed`: some were made with another one.
+    """
+
+    weights_digest: str
+    arithmetic: str
+    arithmetic_changed: bool = False
+
+    def followed_by(self, origin: Origin) -> Origin:
+        """That of all tokens, when those of `origin`, with the same weights, come behind these."""
+        changed = self.arithmetic_changed or origin.arithmetic != self.arithmetic
+        return replace(origin, arithmetic_changed=changed)
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What a request had generated before its client sent it again; none of it is an end."""
+
+    token_ids: Sequence[int]
+    """Best an array of typecode I."""
+    origin: Origin | None = None
+    """None: the client vouches for it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request. `arrival` is the injected clock's seconds; smaller `priority` runs earlier."""
 
@@ -79,3 +105,5 @@ class Request:
     priority: int = 0
     cache_salt: str = ""
     output: OutputKind = OutputKind.SAMPLE
+    resumed: Resumed | None = None
+    """None: nothing of it was generated yet."""

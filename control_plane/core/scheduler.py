@@ -48,6 +48,9 @@ class Scheduler:
     ) -> None:
         """Queues a sequence of a request. Raises RequestTooLong or QueueFull.
 
+        What the request brings as resumed is output already, and none of it is an end. `scanner`
+        has seen those tokens.
+
         `sequence_id` was never used before. `scanner` is asked about each step's tokens, already
         cut at the first stop token and the limit, before they are handed out. Where it finds a stop
         string complete, the sequence ends with STOP, even when the same token would have ended it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from control_plane.core.ends import first_end
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason, SequenceOutput
 from control_plane.core.ledger import InflightMessage, Ledger
@@ -92,28 +93,16 @@ def _end_faulted(
 
 
 def _take(ledger: Ledger, sequence: Sequence, chunk: Tokens, draft_count: int) -> SequenceOutput:
-    """A step's tokens up to their first end: stop string, stop token, or the limit.
-
-    Where several come with the same token, the earliest named here is the reason.
-    """
+    """A step's tokens up to their first end."""
     ids, room = chunk.ids, sequence.token_limit - len(sequence.token_ids)
     assert len(ids) <= room, "drafts were planned beyond the limit"
-    reason = FinishReason.LENGTH if len(ids) == room else None
-    stop_token_id: int | None = None
-    for index, token in enumerate(ids):
-        if token in sequence.stop_ids:
-            reason = FinishReason.STOP
-            stop_token_id = token if token in sequence.request.stop.stop_token_ids else None
-            ids = ids[: index + 1]
-            break
-    if sequence.scanner is not None:
-        count = sequence.scanner.push(ids)
-        if count is not None:
-            reason, stop_token_id = FinishReason.STOP, None
-            ids = ids[:count]
-    sequence.confirmed(ids, draft_count)
-    finish = None if reason is None else ledger.end(sequence, reason, stop_token_id)
-    return SequenceOutput(sequence.sequence_id, chunk.head(len(ids)), finish)
+    end = first_end(ids, room, sequence.request.stop, sequence.scanner)
+    if end is None:
+        sequence.confirmed(ids, draft_count)
+        return SequenceOutput(sequence.sequence_id, chunk)
+    sequence.confirmed(ids[: end.count], draft_count)
+    finish = ledger.end(sequence, end.reason, end.stop_token_id)
+    return SequenceOutput(sequence.sequence_id, chunk.head(end.count), finish)
 
 
 def _verify(ledger: Ledger, result: StepResult) -> InflightMessage:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from control_plane.rpc.errors import InvalidRequest
+from control_plane.shell.engine import ServedModel
 from twinplane.errors import Violation
 
 _MAX_REPORTED = 8
@@ -42,3 +45,26 @@ class Checker:
         """Raises InvalidRequest for the first eight rules that were broken, if any was."""
         if self._violations:
             raise InvalidRequest(self._violations[:_MAX_REPORTED])
+
+
+def in_vocabulary(
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
+) -> None:
+    """Notes the largest token that the model lacks."""
+    largest = max(token_ids, default=0)
+    checker.require(
+        largest < model.vocabulary_size,
+        field,
+        f"{largest} is not in the vocabulary of {model.vocabulary_size} tokens",
+    )
+
+
+def within_length(
+    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
+) -> bool:
+    """Notes more tokens than the model's length. Returns whether there are no more."""
+    return checker.require(
+        len(token_ids) <= model.max_sequence_token_count,
+        field,
+        f"has {len(token_ids)} tokens; the model's length is {model.max_sequence_token_count}",
+    )

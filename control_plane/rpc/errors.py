@@ -21,6 +21,7 @@ import grpc
 
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.shell.engine import (
+    CannotResume,
     DuplicateRequest,
     EngineDraining,
     EngineLost,
@@ -58,6 +59,7 @@ REASONS: tuple[str, ...] = tuple(
         reasons.ERROR_REASON_REQUEST_CANCELLED,
         reasons.ERROR_REASON_VOCABULARY_MISMATCH,
         reasons.ERROR_REASON_ROW_FAULT,
+        reasons.ERROR_REASON_CANNOT_RESUME,
         reasons.ERROR_REASON_INTERNAL,
         reasons.ERROR_REASON_MALFORMED_MESSAGE,
         reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
@@ -172,6 +174,10 @@ def status_of(error: Exception) -> Status | None:
         case VocabularyMismatch():
             reason = reason_name(reasons.ERROR_REASON_VOCABULARY_MISMATCH)
             return Status(grpc.StatusCode.FAILED_PRECONDITION, reason, message)
+        case CannotResume(differs=differs):
+            reason = reason_name(reasons.ERROR_REASON_CANNOT_RESUME)
+            metadata = {"differs": ",".join(differs)}
+            return Status(grpc.StatusCode.FAILED_PRECONDITION, reason, message, metadata=metadata)
         case RowFailed():
             reason = reason_name(reasons.ERROR_REASON_ROW_FAULT)
             return Status(grpc.StatusCode.INTERNAL, reason, message)

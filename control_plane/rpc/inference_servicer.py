@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, assert_never
 
 import grpc
 
-from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.events import FinishReason
 from control_plane.core.request import (
     CONTRACT_DEFAULTS,
     Request,
@@ -21,9 +21,11 @@ from control_plane.core.request import (
     SamplingParams,
     StopConditions,
 )
+from control_plane.rpc.answers import Answer, GenerateContext, started
 from control_plane.rpc.convert import default_sampling_to_pb, serving_worker_to_pb
-from control_plane.rpc.errors import GenerationCancelled, InvalidRequest, RowFailed
+from control_plane.rpc.errors import InvalidRequest
 from control_plane.rpc.request_log import begin_generation
+from control_plane.rpc.resumption import prompt_digest, take_up
 from control_plane.rpc.turns import Turns
 from control_plane.rpc.validation import (
     MAX_REQUEST_ID_CHARACTERS,
@@ -44,7 +46,7 @@ from control_plane.rpc.validation import (
 )
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
-from control_plane.shell.stream import Delta, TokenStream
+from control_plane.shell.stream import TokenStream
 from control_plane.shell.workers import ServingWorker, away_seconds
 from control_plane.text.errors import TextTooLong
 from control_plane.text.processor import TextProcessor
@@ -53,21 +55,18 @@ from twinplane.errors import Violation
 from twinplane.grpc.interceptors import REQUEST_ID, deadline_passed, leave_door, require_time
 from twinplane.inference.v1 import inference_pb2, inference_pb2_grpc
 
-_MAX_DELTA_CHARACTERS = 2**18
-_MAX_DELTA_TOKENS = 2**16
-"""Of one message: more gathers only for a reader that is slow for long."""
 
-GenerateContext = grpc.aio.ServicerContext[
-    inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
-]
+async def _at_once() -> None:
+    """There is nothing to wait for."""
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     """The clients' RPCs. It needs StatusInterceptor in front of it.
 
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
-    an id for a request without one. `workers` returns the engine's, as they are now.
-    `default_sampling` holds for what a request leaves unset.
+    an id for a request without one. `workers` returns the engine's, as they are now. `settled`
+    returns once the first claim of a worker has come to something, or has taken too long to wait
+    for. `default_sampling` holds for what a request leaves unset.
     """
 
     def __init__(
@@ -79,6 +78,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         new_seed: Callable[[], int],
         new_request_id: Callable[[], str],
         workers: Callable[[], Sequence[ServingWorker]] = tuple,
+        settled: Callable[[], Awaitable[None]] = _at_once,
         default_sampling: SamplingParams = CONTRACT_DEFAULTS,
     ) -> None:
         self._engine = engine
@@ -87,6 +87,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._new_seed = new_seed
         self._new_request_id = new_request_id
         self._workers = workers
+        self._settled = settled
         self._default_sampling = default_sampling
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
@@ -105,12 +106,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         submitting = self._submit(request, context)
         # For as long as the call lasts, nobody holds its message or its prompt: they may be large.
         del request
-        started, stream = await submitting
+        answer = await submitting
         try:
-            await context.write(inference_pb2.GenerateResponse(started=started))
-            await _send(context, stream)
+            await answer.send(context)
         finally:
-            self._leave(started, stream, context)
+            self._leave(answer, context)
 
     async def Complete(  # noqa: N802
         self,
@@ -122,11 +122,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._note_generating()
         submitting = self._submit(request, context)
         del request  # as in Generate
-        started, stream = await submitting
+        answer = await submitting
         try:
-            return await _whole(started, stream)
+            return await answer.whole()
         finally:
-            self._leave(started, stream, context)
+            self._leave(answer, context)
 
     def _note_generating(self) -> None:
         """The current task is a call that `finished` waits for."""
@@ -135,27 +135,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._generating.add(call)
         call.add_done_callback(self._generating.discard)
 
-    def _leave(
-        self,
-        started: inference_pb2.GenerationStarted,
-        stream: TokenStream,
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> None:
+    def _leave(self, answer: Answer, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         """The call of this generation is over, whether the generation is or not."""
-        if stream.ended:
+        if answer.stream.ended:
             return
         reason = FinishReason.DEADLINE if deadline_passed(context) else FinishReason.CANCELLED
-        self._engine.finish(RequestId(started.request_id), reason)
+        self._engine.finish(RequestId(answer.started.request_id), reason)
 
     async def _submit(
         self, request: GenerationRequest, context: grpc.aio.ServicerContext[Any, Any]
-    ) -> tuple[inference_pb2.GenerationStarted, TokenStream]:
-        """Hands the request to the engine. Returns what there is to say of it, and its stream."""
+    ) -> Answer:
+        """Hands the request to the engine. Returns its way to the client."""
         arrival = self._clock()
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         told = begin_generation()
-        model = self._model(request.model)
+        model = await self._model(request.model)
         told.model = model.name
         call = check_generate(request, model, self._default_sampling)
         del request
@@ -169,13 +164,22 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         core_request = self._core_request(
             call, request_id, token_ids, max_tokens, ends.ids, arrival
         )
+        digest = prompt_digest(core_request.prompt_token_ids)
         assembler = self._text.assembler(call.stop.strings, token_ids, ends)
-        stream = TokenStream(assembler, self._turns)
+        resume, end = call.resume, None
+        if resume is not None:
+            told.resumed_token_count = len(resume.token_ids)
+            resume.check_prompt(digest)
+            end = await take_up(resume, core_request, model, self._text, assembler)
+        stream = TokenStream(assembler, self._turns, resume.origin if resume else None)
         require_time(context)
         leave_door()
-        self._engine.submit(core_request, stream)
+        if end is None:
+            self._engine.submit(core_request, stream)
+        else:
+            stream.end_at_once(core_request, end, self._clock())
         told.stream = stream
-        return _started(core_request, model), stream
+        return Answer(started(core_request, model), stream, digest)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -184,7 +188,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
         ],
     ) -> inference_pb2.TokenizeResponse:
-        model = self._model(request.model)
+        model = await self._model(request.model)
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
         check_tokens(call.prompt, token_ids, model)
@@ -199,7 +203,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
         ],
     ) -> inference_pb2.DetokenizeResponse:
-        model = self._model(request.model)
+        model = await self._model(request.model)
         token_ids = check_detokenize(request, model)
         text = await self._text.decode(
             token_ids, skip_special_tokens=not request.keep_special_tokens
@@ -233,7 +237,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except TextTooLong as error:
             raise InvalidRequest([Violation(prompt.field, str(error))]) from error
 
-    def _model(self, name: str) -> ServedModel:
+    async def _model(self, name: str) -> ServedModel:
+        if self._engine.served_model() is None:
+            await self._settled()
         served = self._engine.served_model()
         return check_model(name, served, 0.0 if served else away_seconds(self._workers()))
 
@@ -255,6 +261,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             arrival=arrival,
             priority=call.priority,
             cache_salt=call.cache_salt,
+            resumed=None if call.resume is None else call.resume.resumed,
         )
 
     async def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:
@@ -269,98 +276,3 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             ),
             default_sampling=default_sampling_to_pb(self._default_sampling),
         )
-
-
-async def _send(context: GenerateContext, stream: TokenStream) -> None:
-    """Sends all that the stream has ready, again and again, until the stream ends."""
-    while True:
-        delta = await stream.take()
-        for message in _deltas(delta):
-            await context.write(message)
-        if delta.finish is not None:
-            finished = _finished(delta.finish, delta.stop_string)
-            await context.write(inference_pb2.GenerateResponse(finished=finished))
-            return
-
-
-def _deltas(delta: Delta) -> Iterator[inference_pb2.GenerateResponse]:
-    """What has gathered, in messages that any client takes: gRPC's default is 4 MB."""
-    text, token_ids = delta.text, delta.tokens.ids
-    count = max(-(-len(text) // _MAX_DELTA_CHARACTERS), -(-len(token_ids) // _MAX_DELTA_TOKENS))
-    for part in range(count):
-        characters, tokens = part * _MAX_DELTA_CHARACTERS, part * _MAX_DELTA_TOKENS
-        yield inference_pb2.GenerateResponse(
-            delta=inference_pb2.GenerationDelta(
-                text=text[characters : characters + _MAX_DELTA_CHARACTERS],
-                token_ids=token_ids[tokens : tokens + _MAX_DELTA_TOKENS],
-            )
-        )
-
-
-async def _whole(
-    started: inference_pb2.GenerationStarted, stream: TokenStream
-) -> inference_pb2.CompleteResponse:
-    """Waits for the stream's end. Raises what ends a generation with an error."""
-    answer = inference_pb2.CompleteResponse(
-        request_id=started.request_id, model=started.model, seed=started.seed
-    )
-    texts: list[str] = []
-    while True:
-        delta = await stream.take()
-        texts.append(delta.text)
-        answer.token_ids.extend(delta.tokens.ids)
-        if delta.finish is not None:
-            break
-    finished = _finished(delta.finish, delta.stop_string)
-    answer.text = "".join(texts)
-    # The fields of these names mean the same in both messages.
-    answer.reason = finished.reason
-    answer.usage.CopyFrom(finished.usage)
-    answer.arithmetic_changed = finished.arithmetic_changed
-    match finished.WhichOneof("matched"):
-        case "stop_string":
-            answer.stop_string = finished.stop_string
-        case "stop_token_id":
-            answer.stop_token_id = finished.stop_token_id
-        case _:
-            pass
-    return answer
-
-
-def _started(request: Request, model: ServedModel) -> inference_pb2.GenerationStarted:
-    return inference_pb2.GenerationStarted(
-        request_id=request.request_id,
-        model=model.name,
-        prompt_token_count=len(request.prompt_token_ids),
-        seed=request.seed,
-    )
-
-
-def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
-    """The last message. Raises RowFailed or GenerationCancelled for a finish that is an error."""
-    match finish.reason:
-        case FinishReason.STOP:
-            reason = inference_pb2.FINISH_REASON_STOP
-        case FinishReason.LENGTH:
-            reason = inference_pb2.FINISH_REASON_LENGTH
-        case FinishReason.FAULT:
-            raise RowFailed(finish.detail or "the worker could not compute the next token")
-        case FinishReason.CANCELLED | FinishReason.DEADLINE:
-            raise GenerationCancelled
-        case _:
-            assert_never(finish.reason)
-    return inference_pb2.GenerationFinished(
-        reason=reason,
-        stop_string=stop_string,
-        stop_token_id=finish.stop_token_id if stop_string is None else None,
-        usage=_usage(finish.usage),
-        arithmetic_changed=finish.arithmetic_changed,
-    )
-
-
-def _usage(usage: Usage) -> types_pb2.Usage:
-    return types_pb2.Usage(
-        prompt_token_count=usage.prompt_tokens,
-        cached_prompt_token_count=usage.cached_prompt_tokens,
-        completion_token_count=usage.completion_tokens,
-    )

@@ -31,10 +31,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """What is known of a call's request so far. `model` is the served one's name."""
+    """What is known of a call's request so far. `model` is the served one's name.
+
+    `resumed_token_count`: the tokens that a request brought which goes on behind a broken stream.
+    """
 
     model: str = ""
     prompt_token_count: int | None = None
+    resumed_token_count: int | None = None
     stream: TokenStream | None = None
 
     @property
@@ -67,7 +71,8 @@ class RequestLog:
             return
         generation = _GENERATION.get() or Generation()
         account = generation.account
-        has_tokens = account is not None and account.usage.completion_tokens > 0
+        brought = generation.resumed_token_count or 0  # nobody has worked for those here
+        has_tokens = account is not None and account.usage.completion_tokens > brought
         if (has_tokens or self._quota.take()) and _logger.isEnabledFor(logging.INFO):
             _logger.info("request finished", extra=fields(**_line(end, generation)))
 
@@ -87,6 +92,7 @@ def _line(end: CallEnd, generation: Generation) -> dict[str, Field]:
         "request_id": REQUEST_ID.get() or None,
         "model": generation.model or None,
         "prompt_tokens": generation.prompt_token_count,
+        "resumed_tokens": generation.resumed_token_count,
     }
     if account is not None:
         known["cached_tokens"] = account.usage.cached_prompt_tokens

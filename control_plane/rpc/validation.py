@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from google.protobuf.message import Message
 
 from control_plane.core.request import CONTRACT_DEFAULTS, SamplingParams
-from control_plane.rpc.checker import Checker
+from control_plane.rpc.checker import Checker, in_vocabulary, within_length
 from control_plane.rpc.errors import NoModelServed, UnknownModel
+from control_plane.rpc.resumption import Resume, check_resume
 from control_plane.shell.engine import ServedModel
 from control_plane.text.chat_template import ChatMessage
 from twinplane.bounds import SAMPLING_RANGES
@@ -84,6 +85,7 @@ class GenerateCall:
     stop: Stop
     priority: int
     cache_salt: str
+    resume: Resume | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +142,13 @@ def check_generate(
         f"has {salt_size} bytes, at most {_MAX_SALT_BYTES} are allowed",
     )
     _request_id(checker, request.request_id)
+    resume = None
+    if request.HasField("resume"):
+        resume = check_resume(checker, request.resume, request.sampling, stop.max_tokens, model)
     checker.raise_if_any()
     assert prompt is not None
     seed = request.sampling.seed if request.sampling.HasField("seed") else None
-    return GenerateCall(prompt, sampling, seed, stop, request.priority, request.cache_salt)
+    return GenerateCall(prompt, sampling, seed, stop, request.priority, request.cache_salt, resume)
 
 
 def check_prompt(prompt: Prompt, token_ids: Sequence[int], stop: Stop, model: ServedModel) -> int:
@@ -217,10 +222,10 @@ def check_detokenize(
     checker = Checker()
     checker.known_fields(request)
     checker.require(len(request.token_ids) > 0, "token_ids", "is empty")
-    _within_length(checker, request.token_ids, "token_ids", model)
+    within_length(checker, request.token_ids, "token_ids", model)
     checker.raise_if_any()  # a message may have millions: they are not looked at
     token_ids = tuple(request.token_ids)
-    _in_vocabulary(checker, token_ids, "token_ids", model)
+    in_vocabulary(checker, token_ids, "token_ids", model)
     checker.raise_if_any()
     return token_ids
 
@@ -240,10 +245,10 @@ def _text(checker: Checker, text: str, model: ServedModel) -> TextPrompt:
 def _token_prompt(checker: Checker, message: types_pb2.TokenIds, model: ServedModel) -> TokenPrompt:
     checker.known_fields(message, "token_ids.")
     checker.require(len(message.ids) > 0, "token_ids", "is empty")
-    if not _within_length(checker, message.ids, "token_ids", model):
+    if not within_length(checker, message.ids, "token_ids", model):
         return TokenPrompt(array("I"))  # a message may have millions: they are not looked at
     token_ids = array("I", message.ids)
-    _in_vocabulary(checker, token_ids, "token_ids", model)
+    in_vocabulary(checker, token_ids, "token_ids", model)
     return TokenPrompt(token_ids)
 
 
@@ -313,7 +318,7 @@ def _stop(checker: Checker, message: inference_pb2.StopConditions, model: Served
         "stop.token_ids",
         f"has {len(message.token_ids)} tokens, at most {_MAX_STOP_TOKENS} are allowed",
     ):
-        _in_vocabulary(checker, token_ids, "stop.token_ids", model)
+        in_vocabulary(checker, token_ids, "stop.token_ids", model)
     return Stop(
         max_tokens,
         tuple(message.strings[: _MAX_STOP_STRINGS + 1]),
@@ -335,17 +340,6 @@ def _request_id(checker: Checker, request_id: str) -> None:
         )
 
 
-def _in_vocabulary(
-    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
-) -> None:
-    largest = max(token_ids, default=0)
-    checker.require(
-        largest < model.vocabulary_size,
-        field,
-        f"{largest} is not in the vocabulary of {model.vocabulary_size} tokens",
-    )
-
-
 def _known_to_model(
     checker: Checker, prompt: Prompt, token_ids: Sequence[int], model: ServedModel
 ) -> None:
@@ -358,16 +352,6 @@ def _known_to_model(
         prompt.field,
         f"gives token {largest}, which the model's vocabulary of {model.vocabulary_size} tokens"
         " lacks",
-    )
-
-
-def _within_length(
-    checker: Checker, token_ids: Sequence[int], field: str, model: ServedModel
-) -> bool:
-    return checker.require(
-        len(token_ids) <= model.max_sequence_token_count,
-        field,
-        f"has {len(token_ids)} tokens; the model's length is {model.max_sequence_token_count}",
     )
 
 

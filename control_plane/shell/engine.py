@@ -4,6 +4,7 @@ EngineError
 ├── DuplicateRequest     the id is running already
 ├── EngineDraining       the server accepts nothing more
 ├── EngineLost           the worker is gone and the request could not go on
+├── CannotResume         the tokens that the request brings would not go on as they began
 └── VocabularyMismatch   the tokenizer and the worker's model do not belong together
 """
 
@@ -33,6 +34,19 @@ class EngineDraining(EngineError):
 
 class EngineLost(EngineError):
     """No worker can execute the request now."""
+
+
+class CannotResume(EngineError):
+    """Tokens that the request brings were not made as they would go on. `differs` says in what:
+    weights, arithmetic or prompt.
+    """
+
+    def __init__(self, *differs: str) -> None:
+        super().__init__(
+            f"the tokens to resume from were made otherwise than they would go on here: the"
+            f" {' and the '.join(differs)} changed"
+        )
+        self.differs = differs
 
 
 class VocabularyMismatch(EngineError):

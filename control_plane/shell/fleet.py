@@ -19,6 +19,7 @@ from control_plane.core.events import FinishReason
 from control_plane.core.fleet import places
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.shell.engine import (
+    CannotResume,
     DuplicateRequest,
     EngineDraining,
     EngineError,
@@ -117,7 +118,9 @@ class Fleet:
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
         if request.request_id in self.register.requests:
-            raise DuplicateRequest(f"request {request.request_id!r} is not finished")
+            if not self.register.goes_on(request):
+                raise DuplicateRequest(f"request {request.request_id!r} is not finished")
+            self.finish(request.request_id, FinishReason.CANCELLED)
         sequence_id = next(self._sequence_ids)
         replica = self._place(sequence_id, request, stream)
         self.register.add(sequence_id, request, replica, stream)
@@ -220,10 +223,12 @@ class Fleet:
             try:
                 replica.add(sequence_id, request, stream.scanner)
             except (QueueFull, RequestTooLong, EngineError) as error:
-                if attempt == 0:
+                if attempt == 0 or isinstance(refusal, CannotResume):
                     refusal = error
             else:
                 return replica
+        if isinstance(refusal, CannotResume) and not all(r.attached for r in self.replicas):
+            raise EngineLost("no worker is attached that could go on with these tokens")
         raise refusal
 
     def _fail_without_worker(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from control_plane.core.account import Account
 from control_plane.core.events import Finish, FinishReason, SequenceOutput
-from control_plane.core.request import Request, RequestId, SequenceId
+from control_plane.core.request import Origin, Request, RequestId, SequenceId
 from control_plane.core.tokens import Tokens
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.ports import Clock, Metrics
@@ -28,6 +28,9 @@ class _Sequence:
     replica: Replica
     stream: TokenStream
     arrival: float
+    seed: int
+    origin: Origin | None = None
+    """What the tokens of its stream are made with, as far as that was told."""
     first_token_at: float | None = None
     last_token_at: float | None = None
 
@@ -64,10 +67,19 @@ class SequenceRegister:
     ) -> None:
         """A request of one sequence runs."""
         self._sequences[sequence_id] = _Sequence(
-            request.request_id, replica, stream, request.arrival
+            request.request_id, replica, stream, request.arrival, request.seed
         )
         self.requests[request.request_id] = [sequence_id]
         self.empty.clear()
+
+    def goes_on(self, request: Request) -> bool:
+        """Whether it resumes the request of its id that runs: its client is back before anybody
+        noticed that it was gone. Only that client was told the seed.
+        """
+        return request.resumed is not None and all(
+            self._sequences[sequence_id].seed == request.seed
+            for sequence_id in self.requests[request.request_id]
+        )
 
     def finish(self, request_id: RequestId, reason: FinishReason) -> bool:
         """Ends a request, and frees what it holds; False if it is not running."""
@@ -95,6 +107,10 @@ class SequenceRegister:
             tokens = output.tokens
             token_count = len(tokens.ids)
             if token_count:
+                origin = sequence.replica.origin
+                if sequence.origin is not origin and origin is not None:
+                    sequence.origin = origin
+                    sequence.stream.made_with(origin)
                 last = sequence.last_token_at
                 if last is None:
                     sequence.first_token_at = now

@@ -27,7 +27,7 @@ from control_plane.core.claim import (
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.fleet import Member, MemberState
-from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
+from control_plane.core.request import Origin, OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.succession import Traits
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
@@ -59,6 +59,7 @@ from control_plane.shell.successor import (
     FAILURES,
     ArithmeticChange,
     FailureKind,
+    resumable,
     tell_arithmetic,
     traits_of,
     unfit,
@@ -164,6 +165,8 @@ class Replica:
         self._core: Scheduler | None = None
         self._model: ServedModel | None = None
         self._traits: Traits | None = None
+        self.origin: Origin | None = None
+        """What the worker's tokens are made with; None before the first claim."""
         self.attachment: Attachment | None = None
         """The last one: that of now, or the one that was lost."""
         self.capacity: Capacity | None = None
@@ -225,6 +228,7 @@ class Replica:
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
         if request.output is OutputKind.HOLD and HELD_SAMPLING not in self.attachment.info.features:
             raise EngineLost("the worker can't hold a row until its mask is known")
+        request = resumable(request, self.origin, self._settings.arithmetic_change)
         self._core.add(sequence_id, request, scanner)
         self._pipeline.wake()
 
@@ -299,6 +303,7 @@ class Replica:
         if (objection := self._listener.objection(self, info)) is not None:
             raise WorkerUnusable(objection)
         self._clamps.tell(clamps(self._settings.scheduling, config))
+        self.origin = Origin(info.weight_version.digest, info.arithmetic)
         before, last = self._traits, self.attachment
         self.attachment, self.capacity = attachment, capacity_of(config)
         self._traits = traits_of(config, info)

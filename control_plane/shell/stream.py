@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from control_plane.core.account import Account
-from control_plane.core.events import Finish, FinishReason
-from control_plane.core.request import StopScanner
+from control_plane.core.ends import End
+from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.request import Origin, Request, StopScanner
 from control_plane.core.tokens import Tokens
 
 _RECENT_CHUNKS = 64
@@ -74,6 +75,8 @@ class Delta:
     tokens: Tokens
     finish: Finish | None = None
     stop_string: str | None = None
+    origin: Origin | None = None
+    """That of all tokens so far, where it is new."""
 
 
 class TokenStream:
@@ -81,16 +84,24 @@ class TokenStream:
 
     A sink that searches gets its tokens from the core, before the next step is planned; any other
     gets them when the client takes them. Without a sink there is no text. `gate` is shared by all
-    streams of a loop; without one, a stream waits for no other.
+    streams of a loop; without one, a stream waits for no other. `origin` is that of the tokens that
+    the client has already, if it told.
     """
 
-    def __init__(self, sink: TextSink | None = None, gate: Gate | None = None) -> None:
+    def __init__(
+        self,
+        sink: TextSink | None = None,
+        gate: Gate | None = None,
+        origin: Origin | None = None,
+    ) -> None:
         self._sink = sink
         self._gate = gate or OpenGate()
         self.scanner: StopScanner | None = sink if sink is not None and sink.searches else None
         """What the core must show this sequence's tokens to."""
         self._older: list[Tokens] = []
         self._recent: list[Tokens] = []
+        self._origin = origin
+        self._told_origin = origin
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self.account: Account | None = None
@@ -103,6 +114,10 @@ class TokenStream:
         """Whether the engine is done with the sequence. What gathered may not be taken yet."""
         return self._finish is not None or self._error is not None
 
+    def made_with(self, origin: Origin) -> None:
+        """Says what the tokens that are pushed from now on are made with."""
+        self._origin = origin if self._origin is None else self._origin.followed_by(origin)
+
     def push(self, tokens: Tokens, finish: Finish | None) -> None:
         """Adds tokens, and the end if this is it."""
         assert self._finish is None and self._error is None, "pushed after the end"
@@ -113,6 +128,14 @@ class TokenStream:
                 self._recent.clear()
         self._finish = finish
         self._wake()
+
+    def end_at_once(self, request: Request, end: End, now: float) -> None:
+        """Ends it where it begins: what the request resumes from has reached its end."""
+        usage = Usage(len(request.prompt_token_ids), 0, end.count)
+        changed = self._origin is not None and self._origin.arithmetic_changed
+        finish = Finish(end.reason, usage, end.stop_token_id, arithmetic_changed=changed)
+        self.account = Account(end.reason, usage, 0.0, None, now - request.arrival)
+        self.push(Tokens([]), finish)
 
     def fail(self, error: Exception) -> None:
         """Ends the sequence with an error, which `take` raises once the tokens before it are taken.
@@ -142,17 +165,18 @@ class TokenStream:
         if self._error is not None and not tokens.ids:
             raise self._error
         sink, finish = self._sink, self._finish
+        origin = None if self._origin is self._told_origin else self._news_of_origin()
         if sink is None:
-            return Delta("", tokens, finish)
+            return Delta("", tokens, finish, origin=origin)
         if self.scanner is None and tokens.ids:
             sink.push(tokens.ids)
         if finish is None:
-            return Delta(sink.drain(), tokens)
+            return Delta(sink.drain(), tokens, origin=origin)
         sink.finish()
         if sink.stop_string is not None and finish.reason is FinishReason.LENGTH:
             # It has come about with the end: by U+FFFD for a character that stays incomplete.
             finish = replace(finish, reason=FinishReason.STOP)
-        return Delta(sink.drain(), tokens, finish, sink.stop_string)
+        return Delta(sink.drain(), tokens, finish, sink.stop_string, origin)
 
     def _gathered(self) -> Tokens:
         """All tokens since the last time."""
@@ -162,6 +186,11 @@ class TokenStream:
         self._older.clear()
         self._recent.clear()
         return tokens
+
+    def _news_of_origin(self) -> Origin | None:
+        """The origin, unless the client knows it."""
+        told, self._told_origin = self._told_origin, self._origin
+        return None if self._origin == told else self._origin
 
     def _wake(self) -> None:
         if self._turn is not None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import StrEnum
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import RequestTooLong
-from control_plane.core.request import SequenceId
+from control_plane.core.request import Origin, Request, SequenceId
 from control_plane.core.succession import Obstacle, Traits
-from control_plane.shell.engine import EngineError, VocabularyMismatch
+from control_plane.shell.engine import CannotResume, EngineError, VocabularyMismatch
 from control_plane.shell.ports import HELD_SAMPLING, WorkerInfo
 from twinplane.process.logs import fields
 
@@ -55,6 +56,26 @@ def tell_arithmetic(before: WorkerInfo, info: WorkerInfo, on_change: ArithmeticC
             ),
         )
     return on_change is ArithmeticChange.CONTINUE
+
+
+def resumable(request: Request, origin: Origin | None, on_change: ArithmeticChange) -> Request:
+    """A request as it goes on with a worker of `origin`, behind what it has generated elsewhere.
+
+    Raises CannotResume where its tokens would be of two minds.
+    """
+    resumed = request.resumed
+    if resumed is None or resumed.origin is None:
+        return request
+    assert origin is not None
+    before = resumed.origin
+    differs = []
+    if before.weights_digest != origin.weights_digest:
+        differs.append("weights")
+    if before.arithmetic != origin.arithmetic and on_change is ArithmeticChange.END:
+        differs.append("arithmetic")
+    if differs:
+        raise CannotResume(*differs)
+    return replace(request, resumed=replace(resumed, origin=before.followed_by(origin)))
 
 
 def unfit(

@@ -69,6 +69,19 @@ class TextAssembler:
         if self._matcher.matched is None:
             self._text.append(self._matcher.flush())
 
+    def skip(self, byte_count: int | None) -> int | None:
+        """Drops the first bytes of UTF-8 of the text that was not drained; None: all of it.
+
+        Returns how many it has where there are fewer, or where they end within a character; then
+        nothing is dropped.
+        """
+        text = self.drain().encode()
+        count = len(text) if byte_count is None else byte_count
+        kept = text[count:]
+        is_whole = count <= len(text) and (kept[:1] or b" ")[0] & 0xC0 != 0x80
+        self._text.append((kept if is_whole else text).decode())
+        return None if is_whole else len(text)
+
     def drain(self) -> str:
         """The text since the last drain."""
         text = "".join(self._text)

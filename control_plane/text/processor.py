@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol, TypeVar
 
+from control_plane.core.ends import End, first_end
+from control_plane.core.request import StopConditions
 from control_plane.text.assembler import TextAssembler
 from control_plane.text.chat_template import ChatMessage, Rendering
 from control_plane.text.control_tokens import ChatEncoder
@@ -171,6 +173,28 @@ class TextProcessor:
             tokenizer.text_of,
             StopMatcher(StopStrings(stop_strings)) if stop_strings else None,
         )
+
+    async def first_end(
+        self, assembler: TextAssembler, token_ids: list[int], stop: StopConditions
+    ) -> End | None:
+        """Shows an assembler all tokens of an output so far, up to their first end.
+
+        Raises TextBusy.
+        """
+
+        def work() -> End | None:
+            end = first_end(
+                token_ids, stop.max_tokens, stop, assembler if assembler.searches else None
+            )
+            if not assembler.searches:
+                assembler.push(token_ids if end is None else token_ids[: end.count])
+            if end is not None:
+                assembler.finish()
+            return end
+
+        if len(token_ids) <= self._limits.inline_characters:
+            return work()
+        return await self._submit(work)
 
     def can_write(self, stop_string: str, ends: Ends) -> bool:
         """Whether there are tokens at which a request with this stop string ends.

@@ -19,6 +19,7 @@ from control_plane.rpc.errors import (
     status_of,
 )
 from control_plane.shell.engine import (
+    CannotResume,
     DuplicateRequest,
     EngineDraining,
     EngineLost,
@@ -64,6 +65,7 @@ EDGE_ERRORS = (
     VocabularyMismatch("not the model's tokens"),
     GenerationCancelled(),
     RowFailed("NaN"),
+    CannotResume("weights"),
 )
 
 

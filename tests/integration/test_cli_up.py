@@ -101,28 +101,20 @@ def test_up_serves_and_one_signal_stops_everything(
     )
 
 
-def test_up_ends_when_the_control_plane_dies(short_folder: Path, tiny_model: Path) -> None:
-    with up(short_folder, tiny_model) as process:
-        ready_address(process)
-        planes = children(process)
-        planes["control_plane"].kill()
-        assert process.wait(PATIENCE) == 1
-        assert not any(plane.is_running() for plane in planes.values())
-    last = (short_folder / "log").read_text().splitlines()[-1]
-    assert last.startswith("twinplane up: the control plane was killed by SIGKILL")
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_up_starts_a_dead_worker_again(
-    short_folder: Path, tiny_model: Path, number: signal.Signals
+@pytest.mark.parametrize("name", ["worker", "control plane"])
+def test_up_starts_a_dead_plane_again(
+    short_folder: Path, tiny_model: Path, name: str, number: signal.Signals
 ) -> None:
+    module = {"worker": "worker_service", "control plane": "control_plane"}[name]
     with up(short_folder, tiny_model) as process:
         address = ready_address(process)
         assert process.stdout is not None
-        first = children(process)["worker_service"]
-        assert f"the worker is process {first.pid};" in process.stdout.readline()
+        first = children(process)[module]
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert any(f"the {name} is process {first.pid};" in line for line in lines)
         first.send_signal(number)
-        back = re.fullmatch(r"the worker is back: process (\d+)\n", process.stdout.readline())
+        back = re.fullmatch(rf"the {name} is back: process (\d+)\n", process.stdout.readline())
         assert back and int(back[1]) != first.pid
         assert run("generate", "ab", "--address", address, "--max-tokens", "3").returncode == 0
         process.send_signal(signal.SIGTERM)

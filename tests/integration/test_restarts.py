@@ -43,6 +43,7 @@ class Up:
             )  # fmt: skip
         self.line("ready: .*")
         self.pid = int(self.line(r"the worker is process (\d+); .*")[1])
+        self.control_pid = int(self.line(r"the control plane is process (\d+); .*")[1])
 
     def line(self, pattern: str) -> re.Match[str]:
         """The next line of its output, which has to look so."""
@@ -55,6 +56,10 @@ class Up:
     def is_back(self) -> None:
         """Waits for the next life of the worker."""
         self.pid = int(self.line(r"the worker is back: process (\d+)")[1])
+
+    def control_is_back(self) -> None:
+        """Waits for the next life of the control plane."""
+        self.control_pid = int(self.line(r"the control plane is back: process (\d+)")[1])
 
     def attachments(self) -> list[dict[str, object]]:
         """What the control plane logged whenever it got its worker."""
@@ -142,6 +147,43 @@ def test_streams_go_on_when_their_worker_dies(
         cached = server.metric('twinplane_kv_tokens{replica="0",state="cached"}')
         free = server.metric('twinplane_kv_tokens{replica="0",state="free"}')
         assert free + cached >= kv_before
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_streams_go_on_when_their_control_plane_dies(
+    tmp_path: Path, tiny_model: Path, number: signal.Signals
+) -> None:
+    """Killed at once, or told to stop with less time than the streams take."""
+    flags = ("--simulate", "--simulate-step-ms=10", f"--model={tiny_model}")
+    with up(tmp_path, *flags, "--drain-grace-seconds=0.3") as server:
+        right = [Stream(server.address, seed) for seed in range(6)]
+        undisturbed = [stream.whole() for stream in right]
+        streams = [Stream(server.address, seed) for seed in range(6)]
+        until(lambda: all(len(stream.tokens) >= 10 for stream in streams))
+        assert all(len(stream.tokens) < TOKEN_COUNT for stream in streams)
+        os.kill(server.control_pid, number)
+        server.control_is_back()
+        assert [stream.whole() for stream in streams] == undisturbed
+        assert server.metric('twinplane_requests_running{replica="0"}') == 0
+        assert server.metric('twinplane_kv_tokens{replica="0",state="active"}') == 0
+        if number is signal.SIGTERM:
+            assert '"reason": "DRAINING"' in server.log.read_text()
+
+
+def test_a_command_goes_on_when_its_control_plane_dies(tmp_path: Path, tiny_model: Path) -> None:
+    flags = ("--simulate", "--simulate-step-ms=10", f"--model={tiny_model}")
+    with up(tmp_path, *flags) as server:
+        asked = [sys.executable, "-m", "twinplane.cli", "generate", "ab", "--seed=1",
+                 "--max-tokens=300", "--address", server.address, "--raw"]  # fmt: skip
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        undisturbed = subprocess.run(asked, env=plane_environment(), check=True, **pipes)
+        with subprocess.Popen(asked, bufsize=0, env=plane_environment(), **pipes) as command:
+            assert command.stdout is not None
+            begun = command.stdout.read(8)
+            os.kill(server.control_pid, signal.SIGKILL)
+            rest, complaints = command.communicate(timeout=SECONDS)
+        assert (begun + rest, complaints) == (undisturbed.stdout, b"")
+        server.control_is_back()
 
 
 def drill() -> list[str]:

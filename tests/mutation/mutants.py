@@ -165,14 +165,24 @@ MUTANTS = (
         "removed_rows = []",
     ),
     # What results do.
-    Mutant("end-one-late", "update.py", "ids = ids[: index + 1]", "ids = ids[: index + 2]"),
+    Mutant(
+        "end-one-late",
+        "ends.py",
+        "End(index + 1, FinishReason.STOP)",
+        "End(index + 2, FinishReason.STOP)",
+    ),
     Mutant(
         "own-stop-token-unnamed",
-        "update.py",
-        "token if token in sequence.request.stop.stop_token_ids else None",
-        "None",
+        "ends.py",
+        "FinishReason.STOP, token)",
+        "FinishReason.STOP, None)",
     ),
-    Mutant("tokens-after-a-stop-string", "update.py", "            ids = ids[:count]\n", ""),
+    Mutant(
+        "tokens-after-a-stop-string",
+        "ends.py",
+        "return End(count, FinishReason.STOP)",
+        "return End(len(ids), FinishReason.STOP)",
+    ),
     Mutant(
         "accepted-not-computed",
         "sequence.py",

@@ -132,10 +132,10 @@ class CoreMachine(RuleBasedStateMachine):
     def start(self, config: SchedulerConfig) -> None:
         self.harness = Harness(config)
 
-    @rule(asked=st.lists(asks, min_size=1, max_size=3))
-    def submit(self, asked: list[Ask]) -> None:
+    @rule(asked=st.lists(asks, min_size=1, max_size=3), cut=st.sampled_from((0, 0, 1, 2, 5, 20)))
+    def submit(self, asked: list[Ask], cut: int) -> None:
         for make, pair in asked:
-            self.harness.submit(make(len(self.harness.salts), self.harness.now), pair)
+            self.harness.submit(make(len(self.harness.salts), self.harness.now), pair, cut)
 
     @rule(faulty=st.one_of(st.none(), st.integers(0, 3)))
     def send(self, faulty: int | None) -> None:
@@ -251,7 +251,8 @@ def run_crowd(seed: int) -> Harness:
             pair=chance.choice(PAIRS),
         )
         harness.now += chance.random()
-        harness.submit(make(number, harness.now), pair)
+        cut = chance.choice([0, 0, 1, 3, 20])
+        harness.submit(make(number, harness.now), pair, cut)
         for _ in range(chance.randint(0, 6)):
             disturb(harness, chance)
             faulty = 0 if chance.random() < 0.01 else None
@@ -295,5 +296,6 @@ def test_the_crowds_reach_what_they_should() -> None:
         "unparked",
         "reconnects with KV kept",
         "hits right after a reconnect",
+        "resumed",
     ):
         assert reached[state] > 5, f"{state}: {reached[state]} times"

@@ -16,7 +16,7 @@ from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason, SequenceOutput
 from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult
-from control_plane.core.request import OutputKind, Request, SequenceId
+from control_plane.core.request import OutputKind, Request, Resumed, SequenceId
 from control_plane.core.scheduler import Scheduler
 from tests.support.checking_worker import WEIGHTS, CheckingWorker, mask_of, next_allowed
 
@@ -78,6 +78,8 @@ class Harness:
     """Messages that the worker has not executed, and which of their rows is to fail."""
     results: deque[StepResult] = field(default_factory=deque)
     reached: Counter[str] = field(default_factory=Counter)
+    resumed_count: int = 0
+    """Tokens that requests have brought."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, self.epoch, WEIGHTS)
@@ -93,11 +95,18 @@ class Harness:
         """Messages whose results were not delivered."""
         return len(self.sent) + len(self.results)
 
-    def submit(self, request: Request, pair: Pair | None = None) -> None:
+    def submit(self, request: Request, pair: Pair | None = None, cut: int = 0) -> None:
+        """`cut`: it is resumed behind as many of its tokens, if it has more."""
+        if cut:
+            output, _ = alone(request, pair, self.config.max_sequence_token_count)
+            request = replace(request, resumed=Resumed(output[: min(cut, len(output) - 1)]))
+        begun = [] if request.resumed is None else list(request.resumed.token_ids)
         longest = self.config.max_sequence_token_count - 1
         name = SequenceId(request.seed)
         self.salts[request.seed] = request.cache_salt
         scanner = None if pair is None else PairScanner(pair)
+        if scanner is not None:
+            assert scanner.push(begun) is None
         if len(request.prompt_token_ids) > longest:
             with pytest.raises(RequestTooLong, match=str(longest)):
                 self.scheduler.add(name, request, scanner)
@@ -109,7 +118,9 @@ class Harness:
             self.scheduler.add(name, request, scanner)
             self.requests[name] = request
             self.pairs[name] = pair
-            self.outputs[name] = []
+            self.outputs[name] = begun
+            self.reached["resumed"] += bool(begun)
+            self.resumed_count += len(begun)
             if request.output is OutputKind.HOLD:
                 self.unmasked.add(name)
             with pytest.raises(AssertionError):
@@ -186,7 +197,9 @@ class Harness:
         self.unmasked.discard(name)
         assert finish.usage.prompt_tokens == len(request.prompt_token_ids)
         assert finish.usage.completion_tokens == len(got)
-        assert 0 <= finish.usage.cached_prompt_tokens < len(request.prompt_token_ids)
+        computed = 0 if request.resumed is not None else 1  # the last one, at least
+        cached = finish.usage.cached_prompt_tokens
+        assert 0 <= cached <= len(request.prompt_token_ids) - computed
         if not self.cached:
             assert finish.usage.cached_prompt_tokens == 0
         if finish.reason is FinishReason.FAULT:
@@ -253,7 +266,8 @@ class Harness:
         assert not self.live, "no work left, but a request is not over"
         assert not self.worker.rows, "an idle worker keeps rows"
         stats = self.scheduler.stats()
-        assert stats.generated_tokens == sum(map(len, self.outputs.values()))
+        outputs = sum(map(len, self.outputs.values()))
+        assert stats.generated_tokens == outputs - self.resumed_count
         assert stats.submitted == len(self.requests) == sum(stats.finished.values())
         assert self.scheduler.next_message(self.now) is None
         if not self.interrupted:

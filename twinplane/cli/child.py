@@ -31,10 +31,14 @@ class Readiness(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Restarting:
-    """How a plane is started again. Its own `readiness` tells when a life of it begins to count."""
+    """How a plane is started again. Its own `readiness` tells when a life of it begins to count.
+
+    `promise` says at the end of a sentence what becomes of the answers that it was giving.
+    """
 
     readiness: Readiness
     policy: RestartPolicy = field(default_factory=RestartPolicy)
+    promise: str = "no answer is lost"
 
 
 @dataclass(frozen=True, slots=True)

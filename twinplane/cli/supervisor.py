@@ -98,8 +98,9 @@ class Supervisor:
             keeper.note_serving()  # or a kill right behind the line would find one that never did
         self._terminal.message(self._ready_line)
         for keeper in self._keepers:
-            if keeper.plane.restarting is not None:
+            restarting = keeper.plane.restarting
+            if restarting is not None:
                 self._terminal.message(
                     f"the {keeper.plane.name} is process {keeper.pid}; when it dies it is "
-                    "started again, and no answer is lost"
+                    f"started again, and {restarting.promise}"
                 )

@@ -120,8 +120,17 @@ def _up(
     name = as_text(control.served_model_name or worker.served_model_name or worker.model)
     children = (
         *(_worker_plane(each, worker) for ranks in replicas for each in ranks),
-        _plane(
-            "control plane", "control_plane", control, control_flags, control.drain_grace_seconds
+        replace(
+            _plane(
+                "control plane",
+                "control_plane",
+                control,
+                control_flags,
+                control.drain_grace_seconds,
+            ),
+            restarting=Restarting(
+                Health(address), promise="Twinplane's clients go on with their answers"
+            ),
         ),
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"

@@ -12,7 +12,7 @@ from typing import Protocol, Self, TypeVar, Unpack
 import grpc
 import grpc.aio
 
-from twinplane.client import health
+from twinplane.client import arguments, health
 from twinplane.client.base import BaseClient
 from twinplane.client.channel import OPTIONS, channel_credentials
 from twinplane.client.failures import Failures
@@ -113,19 +113,25 @@ class AsyncClient(BaseClient):
         prompt: Prompt,
         *,
         timeout: float | None = None,
+        resume: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> AsyncGeneration:
         """Starts a generation, as Client.generate does. Call it within the event loop."""
         request = generate_request(prompt, options)
 
-        def open_stream(remaining: float | None) -> _Stream:
+        def open_stream(request: pb.GenerateRequest, remaining: float | None) -> _Stream:
             stream: _Stream = self._stub().Generate(
                 request, timeout=remaining, metadata=self._metadata()
             )
             return stream
 
         generation = AsyncGeneration(
-            open_stream, self._attempts(timeout), self._failures, self._sleep
+            request,
+            open_stream,
+            self._attempts(timeout),
+            self._failures,
+            self._sleep,
+            resumes=arguments.truth("resume", resume),
         )
         self._generations.add(generation)
         return generation
@@ -136,11 +142,15 @@ class AsyncClient(BaseClient):
         prompt: Prompt,
         *,
         timeout: float | None = None,
+        resume: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> GenerationResult:
         """As Client.complete."""
         request = complete_request(prompt, options)
-        return completed(await self._unary(self._stub().Complete, request, timeout))
+        resumes = arguments.truth("resume", resume)
+        return completed(
+            await self._unary(self._stub().Complete, request, timeout, resumes=resumes)
+        )
 
     async def tokenize(
         self,
@@ -246,6 +256,8 @@ class AsyncClient(BaseClient):
         method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
         request: _Request,
         timeout: float | None,
+        *,
+        resumes: bool = False,
     ) -> _Response:
         attempts = self._attempts(timeout)
         while True:
@@ -255,7 +267,7 @@ class AsyncClient(BaseClient):
                     request, timeout=attempts.remaining(), metadata=self._metadata()
                 )
             except grpc.RpcError as failure:
-                wait = self._failures.wait_or_raise(attempts, failure)
+                wait = self._failures.wait_or_raise(attempts, failure, resumes=resumes)
             except asyncio.CancelledError:
                 _raise_if_call_was_cancelled()
                 raise
@@ -271,12 +283,15 @@ class AsyncGeneration(BaseGeneration[_Stream]):
 
     def __init__(
         self,
-        open_stream: Callable[[float | None], _Stream],
+        request: pb.GenerateRequest,
+        open_stream: Callable[[pb.GenerateRequest, float | None], _Stream],
         attempts: Attempts,
         failures: Failures,
         sleep: Callable[[float], Awaitable[None]],
+        *,
+        resumes: bool,
     ) -> None:
-        super().__init__(open_stream, attempts, failures)
+        super().__init__(request, open_stream, attempts, failures, resumes=resumes)
         self._sleep = sleep
         self._home = Home.here()
 
@@ -290,7 +305,7 @@ class AsyncGeneration(BaseGeneration[_Stream]):
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
         try:
             while (message := await self._read()) is not None:
-                delta = self._fold.apply(message)
+                delta = self._apply(message)
                 if delta is not None:
                     yield delta
             self._fold.end()
@@ -328,6 +343,8 @@ class AsyncGeneration(BaseGeneration[_Stream]):
                 except Cancelled as error:
                     raise self._fold.broken(error) from None
                 raise
+            if wait is None:
+                return None
             await self._sleep(wait)
             self._reopen()
 

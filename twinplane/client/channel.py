@@ -12,7 +12,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_send_message_length", 64 * 1024 * 1024),
     # Short, so that a retry finds a restarted server again.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 5_000),
+    ("grpc.max_reconnect_backoff_ms", 250),
+    # How long one attempt to connect may take: the address may be that of a machine that is gone.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     # A server that vanished is noticed within 50 seconds, also while a first token is waited for.
     *Keepalive(idle_ms=30_000, answer_ms=20_000).options(),
     ("grpc.http2.max_pings_without_data", 0),

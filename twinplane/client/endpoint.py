@@ -20,6 +20,8 @@ _MAX_QUOTED_CHARACTERS = 300
 
 _NEVER_CONNECTED = ("failed to connect", "errors resolving", "DNS resolution failed")
 
+_SILENT = ("keepalive", "ping timeout")
+
 _CAUSES = (
     ("Connection refused", "connection refused"),
     ("No such file or directory", "there is no such socket"),
@@ -38,8 +40,7 @@ _CAUSES = (
     ("Hostname Verification Check failed", "its TLS certificate is for another host"),
     ("Failed to create security handshaker", "the TLS certificates or the key can't be used"),
     ("before receiving SETTINGS", "what listens there says nothing: no Twinplane, or it hangs"),
-    ("keepalive", "it fell silent"),
-    ("ping timeout", "it fell silent"),
+    *((part, "it fell silent") for part in _SILENT),
 )
 """What the library says, and what that means; the first that fits."""
 
@@ -68,6 +69,12 @@ class Endpoint:
     def _refused_at_once(self) -> str:
         wants = "a TLS certificate of its clients" if self.is_secure else "TLS"
         return f"it closes connections at once; does it want {wants}?"
+
+
+def has_broken(text: str) -> bool:
+    """Whether a connection broke while its call ran, by the library's text of the failure."""
+    broken = any(part in text for part in (*_CLOSED, *_SILENT))
+    return broken and not text.startswith(_NEVER_CONNECTED)
 
 
 def checked_address(address: str) -> str:

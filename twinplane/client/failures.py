@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from twinplane.client.endpoint import Endpoint
+from twinplane.client.endpoint import Endpoint, has_broken
 from twinplane.client.retry import Attempts
 from twinplane.common.v1.errors_pb2 import ERROR_REASON_METHOD_NOT_FOUND
 from twinplane.errors import (
@@ -65,14 +65,24 @@ class Failures:
             violations=status.violations,
         )
 
-    def wait_or_raise(self, attempts: Attempts, failure: grpc.RpcError) -> float:
+    def wait_or_raise(
+        self, attempts: Attempts, failure: grpc.RpcError, *, resumes: bool = False
+    ) -> float:
         """Returns the seconds to wait before the next attempt. Raises the error when there is
-        none."""
+        none. `resumes`: a call that broke after a server had taken it up gets the patience of one.
+        """
+        was_taken_up = resumes and (attempts.is_resuming or self._broke(failure))
         error = self.error_of(failure, attempts.timeout)
-        wait = attempts.wait_after(error)
+        wait = attempts.wait_to_resume(error) if was_taken_up else attempts.wait_after(error)
         if wait is None:
             raise error from failure
         return wait
+
+    def _broke(self, failure: grpc.RpcError) -> bool:
+        """Whether the connection to a server broke while the call ran."""
+        status = read(failure)
+        is_librarys = status.code is grpc.StatusCode.UNAVAILABLE and not status.reason
+        return is_librarys and has_broken(status.message)
 
     def not_a_control_plane(self) -> WrongServer:
         """The error for a server whose health knows no service of clients."""

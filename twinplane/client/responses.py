@@ -31,13 +31,40 @@ _WORKER_STATES = {
 
 
 class GenerationFold:
-    """What is known of one generation: grows with each message of its stream."""
+    """What is known of one generation: grows with each message of its stream, and of those that
+    resume it.
+    """
 
     def __init__(self) -> None:
         self.started: pb.GenerationStarted | None = None
         self.finished: pb.GenerationFinished | None = None
         self._texts: list[str] = []
         self._token_ids: list[int] = []
+        self._origin: pb.GenerationOrigin | None = None
+        self._starts = True
+        """The next message is the first of a stream."""
+
+    @property
+    def can_resume(self) -> bool:
+        """Whether it has begun, on a server that knows what it is to resume one."""
+        return self.started is not None and self.started.HasField("sampling")
+
+    def resuming(self, request: pb.GenerateRequest) -> pb.GenerateRequest:
+        """The message that goes on behind what has come of `request`; its stream is the next."""
+        self._starts = True
+        started = self.started
+        assert started is not None
+        again = pb.GenerateRequest()
+        again.CopyFrom(request)
+        again.request_id = started.request_id
+        again.model = started.model
+        again.sampling.CopyFrom(started.sampling)
+        again.stop.max_tokens = started.max_tokens
+        again.resume.token_ids.extend(self._token_ids)
+        again.resume.text_byte_count = len("".join(self._texts).encode())
+        if self._origin is not None:
+            again.resume.origin.CopyFrom(self._origin)
+        return again
 
     def apply(self, message: pb.GenerateResponse) -> Delta | None:
         """Takes in the stream's next message; returns its delta if it carries one.
@@ -45,13 +72,18 @@ class GenerationFold:
         Raises InternalError for a message out of order. A message of an unknown kind is ignored.
         """
         event = message.WhichOneof("event")
-        is_first = self.started is None
-        if event is not None and (self.finished is not None or (event == "started") != is_first):
+        starts = self._starts
+        if event is not None and (self.finished is not None or (event == "started") != starts):
             raise self.broken(InternalError(f"the server sent {event} out of order"))
         match event:
             case "started":
-                self.started = message.started
+                self._starts = False
+                self.started = self.started or message.started
+                if _identity(message.started) != _identity(self.started):
+                    raise self.broken(InternalError("the server resumed another generation"))
             case "delta":
+                if message.delta.HasField("origin"):
+                    self._origin = message.delta.origin
                 delta = Delta(message.delta.text, tuple(message.delta.token_ids))
                 self._texts.append(delta.text)
                 self._token_ids.extend(delta.token_ids)
@@ -92,6 +124,11 @@ class GenerationFold:
             request_id=started.request_id,
             model=started.model,
         )
+
+
+def _identity(started: pb.GenerationStarted) -> tuple[str, int, int]:
+    """What stays the same when a generation is resumed."""
+    return started.request_id, started.seed, started.prompt_token_count
 
 
 def completed(response: pb.CompleteResponse) -> GenerationResult:

@@ -9,7 +9,7 @@ from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
-from twinplane.client import health
+from twinplane.client import arguments, health
 from twinplane.client.base import BaseClient
 from twinplane.client.channel import OPTIONS, channel_credentials
 from twinplane.client.failures import Failures
@@ -117,23 +117,33 @@ class Client(BaseClient):
         prompt: Prompt,
         *,
         timeout: float | None = None,
+        resume: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
         """Starts a generation; iterate over it for its deltas, or ask it for its `result()`.
 
         `prompt` is plain text, token ids taken as they are, or a conversation of Message, or of
         mappings with a role and a content. `timeout` in seconds bounds the whole generation.
+        With `resume`, a generation whose server is lost goes on where another one, or the same one
+        restarted, takes it up: the iteration pauses and then goes on as if nothing had happened.
 
         Raises InvalidRequest and TypeError here for what no message can carry; what the server
         refuses is raised when the generation is read. `partial` of an error has what came before.
         """
         request = generate_request(prompt, options)
 
-        def open_stream(remaining: float | None) -> _Stream:
+        def open_stream(request: pb.GenerateRequest, remaining: float | None) -> _Stream:
             stream: _Stream = self._started(self._stub.Generate, request, remaining)
             return stream
 
-        return Generation(open_stream, self._attempts(timeout), self._failures, self._sleep)
+        return Generation(
+            request,
+            open_stream,
+            self._attempts(timeout),
+            self._failures,
+            self._sleep,
+            resumes=arguments.truth("resume", resume),
+        )
 
     @with_options_documented
     def complete(
@@ -141,15 +151,18 @@ class Client(BaseClient):
         prompt: Prompt,
         *,
         timeout: float | None = None,
+        resume: bool = True,
         **options: Unpack[GenerateOptions],
     ) -> GenerationResult:
         """Waits for a whole generation, by one call and its one answer.
 
         Takes what `generate` takes. A call that fails has no text: for a long generation, or to see
-        the text as it comes, use `generate`.
+        the text as it comes, use `generate`. With `resume`, a call whose server is lost is made
+        again, from the beginning, until another one answers it.
         """
         request = complete_request(prompt, options)
-        return completed(self._unary(self._stub.Complete, request, timeout))
+        resumes = arguments.truth("resume", resume)
+        return completed(self._unary(self._stub.Complete, request, timeout, resumes=resumes))
 
     def tokenize(
         self,
@@ -246,13 +259,15 @@ class Client(BaseClient):
         method: grpc.UnaryUnaryMultiCallable[_Request, _Response],
         request: _Request,
         timeout: float | None,
+        *,
+        resumes: bool = False,
     ) -> _Response:
         attempts = self._attempts(timeout)
         while True:
             try:
                 return self._started(method, request, attempts.remaining())
             except grpc.RpcError as failure:
-                wait = self._failures.wait_or_raise(attempts, failure)
+                wait = self._failures.wait_or_raise(attempts, failure, resumes=resumes)
             self._sleep(wait)
 
 
@@ -265,19 +280,22 @@ class Generation(BaseGeneration[_Stream]):
 
     def __init__(
         self,
-        open_stream: Callable[[float | None], _Stream],
+        request: pb.GenerateRequest,
+        open_stream: Callable[[pb.GenerateRequest, float | None], _Stream],
         attempts: Attempts,
         failures: Failures,
         sleep: Callable[[float], None],
+        *,
+        resumes: bool,
     ) -> None:
-        super().__init__(open_stream, attempts, failures)
+        super().__init__(request, open_stream, attempts, failures, resumes=resumes)
         self._sleep = sleep
 
     def __iter__(self) -> Iterator[Delta]:
         """The deltas still to come. Raises Cancelled when the generation was cancelled."""
         try:
             while (message := self._read()) is not None:
-                delta = self._fold.apply(message)
+                delta = self._apply(message)
                 if delta is not None:
                     yield delta
             self._fold.end()
@@ -307,5 +325,7 @@ class Generation(BaseGeneration[_Stream]):
                 return next(self._stream, None)
             except grpc.RpcError as failure:
                 wait = self._wait_or_raise(failure)
+            if wait is None:
+                return None
             self._sleep(wait)
             self._reopen()

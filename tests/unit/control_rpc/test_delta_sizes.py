@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from control_plane.core.tokens import Tokens
-from control_plane.rpc.inference_servicer import _deltas
+from control_plane.rpc.answers import deltas
 from control_plane.shell.stream import Delta
 from tests.support.quick import spread
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, 2**16 - 1, 2**16, 2**16 + 1, 2**18, 2**18 + 1, 1_000_000, 2_000_0
 def test_any_amount_fits(token_count: int, character_count: int) -> None:
     text = "\U0001f600" * character_count
     token_ids = [2**32 - 1] * token_count
-    sent = [message.delta for message in _deltas(Delta(text, Tokens(token_ids)))]
+    sent = [message.delta for message in deltas(Delta(text, Tokens(token_ids)))]
     assert all(delta.ByteSize() < CLIENT_LIMIT // 2 for delta in sent)
     assert all(delta.text or delta.token_ids for delta in sent)
     assert sum(len(delta.token_ids) for delta in sent) == token_count

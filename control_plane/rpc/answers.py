@@ -1,0 +1,151 @@
+"""What a generation's client is sent: from the engine's values to messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import assert_never
+
+import grpc
+
+from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.request import Origin, Request
+from control_plane.rpc.convert import sampling_to_pb
+from control_plane.rpc.errors import GenerationCancelled, RowFailed
+from control_plane.shell.engine import ServedModel
+from control_plane.shell.stream import Delta, TokenStream
+from twinplane.common.v1 import types_pb2
+from twinplane.inference.v1 import inference_pb2
+
+_MAX_DELTA_CHARACTERS = 2**18
+_MAX_DELTA_TOKENS = 2**16
+"""Of one message: more gathers only for a reader that is slow for long."""
+
+GenerateContext = grpc.aio.ServicerContext[
+    inference_pb2.GenerateRequest, inference_pb2.GenerateResponse
+]
+
+
+class Answer:
+    """One generation's way to its client. `prompt_digest` stands for the tokens of its prompt."""
+
+    def __init__(
+        self,
+        started: inference_pb2.GenerationStarted,
+        stream: TokenStream,
+        prompt_digest: bytes,
+    ) -> None:
+        self.started = started
+        self.stream = stream
+        self._prompt_digest = prompt_digest
+
+    async def send(self, context: GenerateContext) -> None:
+        """Sends all that the stream has ready, again and again, until the stream ends."""
+        await context.write(inference_pb2.GenerateResponse(started=self.started))
+        while True:
+            delta = await self.stream.take()
+            for message in deltas(delta, self._prompt_digest):
+                await context.write(message)
+            if delta.finish is not None:
+                finished = _finished(delta.finish, delta.stop_string)
+                await context.write(inference_pb2.GenerateResponse(finished=finished))
+                return
+
+    async def whole(self) -> inference_pb2.CompleteResponse:
+        """Waits for the stream's end. Raises what ends a generation with an error."""
+        started = self.started
+        answer = inference_pb2.CompleteResponse(
+            request_id=started.request_id, model=started.model, seed=started.seed
+        )
+        texts: list[str] = []
+        while True:
+            delta = await self.stream.take()
+            texts.append(delta.text)
+            answer.token_ids.extend(delta.tokens.ids)
+            if delta.finish is not None:
+                break
+        finished = _finished(delta.finish, delta.stop_string)
+        answer.text = "".join(texts)
+        # The fields of these names mean the same in both messages.
+        answer.reason = finished.reason
+        answer.usage.CopyFrom(finished.usage)
+        answer.arithmetic_changed = finished.arithmetic_changed
+        match finished.WhichOneof("matched"):
+            case "stop_string":
+                answer.stop_string = finished.stop_string
+            case "stop_token_id":
+                answer.stop_token_id = finished.stop_token_id
+            case _:
+                pass
+        return answer
+
+
+def deltas(delta: Delta, prompt_digest: bytes = b"") -> Iterator[inference_pb2.GenerateResponse]:
+    """What has gathered, in messages that any client takes: gRPC's default is 4 MB.
+
+    No text comes before its tokens: whoever has some of the messages can go on behind them.
+    """
+    text, token_ids = delta.text, delta.tokens.ids
+    token_parts = -(-len(token_ids) // _MAX_DELTA_TOKENS)
+    text_parts = -(-len(text) // _MAX_DELTA_CHARACTERS)
+    first_text = max(token_parts - 1, 0)
+    for part in range(max(token_parts, first_text + text_parts)):
+        tokens = part * _MAX_DELTA_TOKENS
+        characters = max(part - first_text, 0) * _MAX_DELTA_CHARACTERS
+        text_end = characters + _MAX_DELTA_CHARACTERS if part >= first_text else 0
+        message = inference_pb2.GenerationDelta(
+            text=text[characters:text_end], token_ids=token_ids[tokens : tokens + _MAX_DELTA_TOKENS]
+        )
+        if part == 0 and delta.origin is not None:
+            message.origin.CopyFrom(_origin(delta.origin, prompt_digest))
+        yield inference_pb2.GenerateResponse(delta=message)
+
+
+def started(request: Request, model: ServedModel) -> inference_pb2.GenerationStarted:
+    """The first message."""
+    return inference_pb2.GenerationStarted(
+        request_id=request.request_id,
+        model=model.name,
+        prompt_token_count=len(request.prompt_token_ids),
+        seed=request.seed,
+        sampling=sampling_to_pb(request.sampling, request.seed),
+        max_tokens=request.stop.max_tokens,
+    )
+
+
+def _origin(origin: Origin, prompt_digest: bytes) -> inference_pb2.GenerationOrigin:
+    return inference_pb2.GenerationOrigin(
+        weights_digest=origin.weights_digest,
+        arithmetic=origin.arithmetic,
+        arithmetic_changed=origin.arithmetic_changed,
+        prompt_digest=prompt_digest,
+    )
+
+
+def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
+    """The last message. Raises RowFailed or GenerationCancelled for a finish that is an error."""
+    match finish.reason:
+        case FinishReason.STOP:
+            reason = inference_pb2.FINISH_REASON_STOP
+        case FinishReason.LENGTH:
+            reason = inference_pb2.FINISH_REASON_LENGTH
+        case FinishReason.FAULT:
+            raise RowFailed(finish.detail or "the worker could not compute the next token")
+        case FinishReason.CANCELLED | FinishReason.DEADLINE:
+            raise GenerationCancelled
+        case _:
+            assert_never(finish.reason)
+    return inference_pb2.GenerationFinished(
+        reason=reason,
+        stop_string=stop_string,
+        stop_token_id=finish.stop_token_id if stop_string is None else None,
+        usage=_usage(finish.usage),
+        arithmetic_changed=finish.arithmetic_changed,
+    )
+
+
+def _usage(usage: Usage) -> types_pb2.Usage:
+    return types_pb2.Usage(
+        prompt_token_count=usage.prompt_tokens,
+        cached_prompt_token_count=usage.cached_prompt_tokens,
+        completion_token_count=usage.completion_tokens,
+    )
