@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,37 @@ def test_a_stage_begins_what_waits_for_nothing(rank_pool: list[Rank], folder: Pa
     for result in results:
         rig.take(result)
     assert rig.step({1: 1}).rows.tolist() == [1]
+
+
+def test_a_bug_on_one_rank_keeps_no_other_waiting(
+    rank_pool: list[Rank], folder: Path, expected: list[list[int]], plan: StepPlan
+) -> None:
+    replica = Replica.load(rank_pool, folder, 2, 2)
+    replica.join()
+    replica.ranks[3].call("sabotage")
+    for rank in replica.ranks:
+        rank.begin("step", plan)
+    with pytest.raises(RankError, match="ValueError: a bug"):
+        replica.ranks[3].end()
+    assert lost(replica.ranks[2])  # is in the same layer
+    for rank in replica.ranks[:2]:  # have sent their part, and wait for a token
+        assert lost(rank)
+    assert runner_rig.generate(replica, tiny_llama.PROMPTS, COUNT, chunk=16) == expected
+
+
+def test_a_refused_plan_leaves_the_group_as_it_is(
+    rank_pool: list[Rank], folder: Path, plan: StepPlan
+) -> None:
+    """Every rank refuses the same, before it talks to any other."""
+    replica = Replica.load(rank_pool, folder, 2, 1)
+    replica.join()
+    unknown = replace(plan, added=())
+    malformed = replace(plan, removed_rows=runner_rig.column((99,)))
+    for wrong, kind in ((unknown, "PlanMismatch"), (malformed, "PlanInvalid")):
+        for rank in replica.ranks:
+            rank.begin("step", wrong)
+        for rank in replica.ranks:
+            with pytest.raises(RankError) as refused:
+                rank.end()
+            assert refused.value.kind == kind
+    assert replica.launch(plan).result().tokens.size == 1

@@ -186,6 +186,18 @@ class _Served:
         assert self.runner is not None
         return self.runner.launch(plan).result()
 
+    def sabotage(self) -> None:
+        """The next step fails in the middle of the model, as a bug would let it."""
+        assert self.runner is not None
+        attention = self.runner._executor._model._layers[-1]._attention  # type: ignore[attr-defined]
+        output = attention._output
+
+        def fail(x: Any) -> Any:
+            attention._output = output
+            raise ValueError("a bug")
+
+        attention._output = fail
+
     def sample(self, plan: SamplePlan) -> StepResult:
         assert self.runner is not None
         return self.runner.launch_sample(plan).result()

@@ -1,39 +1,28 @@
 """One epoch's group of ranks, by torch.distributed: Gloo on CPUs, NCCL on GPUs.
 
-Process groups are objects of their own here, because torch's default group is a global that lives
-as long as the process, and a worker lives through many groups. Every wait for another rank looks a
-few times a second whether the group was abandoned: Gloo itself can't be interrupted.
+Every wait for another rank looks a few times a second whether the group was abandoned: Gloo itself
+can't be interrupted.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from worker_service.domain.capability import RankCoordinates
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.errors import GroupLost
 from worker_service.domain.rendezvous import Rendezvous
-from worker_service.parallel.store import first_line, local_address, meet
+from worker_service.parallel.links import OPERATION_TIMEOUT, Links
+from worker_service.parallel.store import first_line, meet
 
-# A wait for another rank may be as long as that rank's part of a step. Who hangs is found by the
-# controller, which knows what a step takes; this only ends what was abandoned.
-_CONNECT_TIMEOUT = timedelta(seconds=10)
-_OPERATION_TIMEOUT = timedelta(minutes=10)
 _LOOK = timedelta(milliseconds=200)
-# Where ranks of GPUs fail, torch would end the process; ours goes on with the next epoch's group.
-_NO_NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 
 
 class PendingTokens:
@@ -77,9 +66,9 @@ class RankGroup:
         self._closed = False
         names = [str(rank) for rank in range(coordinates.size)]
         store = meet(rendezvous, coordinates.rank, names, self._require_open)
-        self._links: _Links | None = None
+        self._links: Links | None = None
         try:
-            self._links = _Links.open(coordinates, rendezvous, device, store)
+            self._links = Links.open(coordinates, rendezvous, device, store)
         except (RuntimeError, OSError) as error:
             raise GroupLost(f"the ranks can't reach each other: {first_line(error)}") from error
 
@@ -145,7 +134,7 @@ class RankGroup:
 
     def finish(self, work: Any) -> None:
         """Waits for an operation between hosts."""
-        deadline = time.monotonic() + _OPERATION_TIMEOUT.total_seconds()
+        deadline = time.monotonic() + OPERATION_TIMEOUT.total_seconds()
         while True:
             try:
                 work.wait(_LOOK)
@@ -170,6 +159,7 @@ class RankGroup:
     def close(self) -> None:
         """Parts from the others, whose waits for this rank end. Idempotent."""
         self._closed = True
+        self.abort()
         links, self._links = self._links, None
         if links is not None:
             links.close()
@@ -185,7 +175,7 @@ class RankGroup:
         else:
             self.finish(work)
 
-    def _open_links(self) -> _Links:
+    def _open_links(self) -> Links:
         self._require_open()
         assert self._links is not None
         return self._links
@@ -195,120 +185,6 @@ class RankGroup:
             raise GroupLost("a newer claim ended this group")
         if self._closed:
             raise GroupLost("the group is lost; attach again")
-
-
-class _Link:
-    """A process group, and the operations on it that may not be over.
-
-    Gloo can't be interrupted, and to drop a group waits for its operations, with the interpreter's
-    lock. So one that hangs is left to a thread, and dropped when its peers are gone.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.group = group
-        self._running: deque[Any] = deque()
-
-    def start(self, work: Any) -> Any:
-        """Notes an operation. Those that are over are forgotten, in order. Raises GroupLost for
-        one that failed unseen."""
-        while self._running and self._running[0].is_completed():
-            over = self._running.popleft()
-            try:
-                over.wait()
-            except RuntimeError as error:
-                raise GroupLost(f"another rank is gone: {first_line(error)}") from error
-        self._running.append(work)
-        return work
-
-    def close(self) -> None:
-        group, running, self.group = self.group, self._running, None
-        if not _all_over(running):
-            left = [group, running]
-            threading.Thread(target=_wait_for, args=(left,), name="parting", daemon=True).start()
-
-
-def _all_over(running: Iterable[Any]) -> bool:
-    return all(work.is_completed() for work in running)
-
-
-def _wait_for(left: list[Any]) -> None:
-    """Keeps a group for as long as something on it runs: to the end of the process, if need be."""
-    while not _all_over(left[1]):
-        time.sleep(_LOOK.total_seconds())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Links:
-    """Whom a rank talks to. It is asked only for a link that its place gives it.
-
-    `tensor`: the ranks of its stage. `upstream`, `downstream`: it and its neighbour in the stage
-    before and behind; who is nearer to the first stage is 0 and sends. `everyone`: all ranks, by
-    their hosts.
-    """
-
-    store: Store
-    tensor: _Link
-    upstream: _Link
-    downstream: _Link
-    everyone: _Link
-
-    @classmethod
-    def open(
-        cls,
-        coordinates: RankCoordinates,
-        rendezvous: Rendezvous,
-        device: torch.device,
-        store: Store,
-    ) -> _Links:
-        """Raises RuntimeError or OSError. Every rank opens its links in the same order, and those
-        between stages from the first on, so none waits for one that waits for it."""
-        address = local_address(rendezvous)
-        (tensor_rank, tensor_size), (stage, stage_count) = coordinates.tensor, coordinates.pipeline
-
-        def connect(name: str, rank: int, size: int, on: torch.device = device) -> _Link:
-            if not 0 <= rank < size or size == 1:
-                return _Link(None)
-            named = PrefixStore(f"{rendezvous.key}/{name}", store)
-            return _Link(_process_group(named, rank, size, on, address))
-
-        def between(first: int) -> _Link:
-            """This stage's link between stage `first` and the next, if there are both."""
-            exists = 0 <= first < stage_count - 1
-            return connect(f"stage {first} {tensor_rank}", stage - first, 2 if exists else 1)
-
-        return cls(
-            store=store,
-            upstream=between(stage - 1),
-            downstream=between(stage),
-            tensor=connect(f"tensor {stage}", tensor_rank, tensor_size),
-            everyone=connect("all", coordinates.rank, coordinates.size, torch.device("cpu")),
-        )
-
-    def abort(self) -> None:
-        """Ends what a GPU waits for."""
-        for link in (self.tensor, self.upstream, self.downstream):
-            if link.group is not None:
-                link.group.abort()
-
-    def close(self) -> None:
-        for link in (self.tensor, self.upstream, self.downstream, self.everyone):
-            link.close()
-
-
-def _process_group(store: Store, rank: int, size: int, device: torch.device, address: str) -> Any:
-    if device.type == "cuda":
-        os.environ.update(_NO_NCCL_WATCHDOG)
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = _OPERATION_TIMEOUT
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = _CONNECT_TIMEOUT
-    options._threads = 1
-    options._devices = [gloo.create_device(hostname=address)]
-    group = gloo(store, rank, size, options)
-    group._set_default_timeout(_OPERATION_TIMEOUT)
-    return group
 
 
 def _from(root: int) -> dist.BroadcastOptions:
