@@ -32,14 +32,14 @@ class MemberState(Enum):
     LOST = "lost"
     """Its worker may come back: what nobody else can take waits for it."""
     DRAINING = "draining"
-    """Its worker leaves: it takes nothing new, and what it has goes elsewhere."""
+    """Its worker leaves: what it has goes elsewhere, as far as anybody can take it."""
     GONE = "gone"
     """Its worker has been lost for longer than anybody waits."""
 
 
 _PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT)
-_TAKING = (*_PRESENT, MemberState.LOST)
-"""Lost, because its worker may be back soon."""
+_TAKING = (*_PRESENT, MemberState.LOST, MemberState.DRAINING)
+"""The last two, because a worker may be back soon. They come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Member:
     core: Scheduler
     traits: Traits
     state: MemberState
+    is_closed: bool = False
+    """It leaves the fleet, and no other worker comes to its place."""
 
     @property
     def is_present(self) -> bool:
@@ -59,7 +61,7 @@ class Member:
     @property
     def takes_new(self) -> bool:
         """Whether new requests may be queued there."""
-        return self.state in _TAKING
+        return self.state in _TAKING and not self.is_closed
 
     @property
     def is_open(self) -> bool:
@@ -73,7 +75,8 @@ class Member:
     @property
     def has_free_place(self) -> bool:
         """Whether a sequence that came now might start with the next plan."""
-        return self.is_present and self.is_open and not self.core.ledger.waiting
+        attached = self.state is MemberState.ATTACHED
+        return attached and self.is_open and not self.core.ledger.waiting
 
     def would_start(self, token_count: int) -> bool:
         """Whether a sequence of so many tokens that came now would start with the next plan."""
@@ -167,7 +170,8 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
     """The first of a queue that can go elsewhere. None when the queue moves by itself."""
     first = source.core.ledger.waiting.first
-    if source.is_present and source.is_open and source.has_blocks(len(first.token_ids)):
+    attached = source.state is MemberState.ATTACHED
+    if attached and source.is_open and source.has_blocks(len(first.token_ids)):
         return None
     for sequence in source.core.ledger.waiting:
         if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:

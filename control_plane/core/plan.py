@@ -127,3 +127,5 @@ class StepResult:
     faults: list[RowFault] = field(default_factory=list)
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0
+    is_leaving: bool = False
+    """The worker will end soon: whoever can go on elsewhere should."""

@@ -6,10 +6,12 @@ import logging
 
 from control_plane.core.claim import ClaimEnd, EndKind, Loudness, Verdict
 from control_plane.core.errors import ResultMismatch
+from control_plane.core.progress import LEAST_SECONDS
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.shell.ports import (
     RefusalReason,
+    WorkerHung,
     WorkerLost,
     WorkerRefused,
     WorkerSilent,
@@ -56,7 +58,10 @@ def end_of(error: ClaimError) -> ClaimEnd:
     """An error of the worker's as the claim takes it."""
     match error:
         case WorkerSilent():
-            return ClaimEnd(EndKind.UNREACHABLE, str(error), error.seconds)
+            return ClaimEnd(EndKind.SILENT, str(error), error.seconds)
+        case WorkerHung():
+            # In a step that may take longer than that, it may have been at work until now.
+            return ClaimEnd(EndKind.HUNG, str(error), min(error.seconds, LEAST_SECONDS))
         case WorkerLost():
             return ClaimEnd(EndKind.UNREACHABLE, str(error))
         case WorkerRefused(reason=RefusalReason.STALE_EPOCH):

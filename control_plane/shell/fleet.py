@@ -151,7 +151,7 @@ class Fleet:
     def leave(self, replica: Replica) -> None:
         """A replica takes nothing more, and goes when its sequences have gone or ended."""
         replica.leave()
-        self._mover.evacuate(replica)
+        self.evacuate(replica)
         self._tell_readiness()
 
     async def run(self) -> None:
@@ -197,6 +197,10 @@ class Fleet:
     def took_turn(self, replica: Replica) -> None:
         """A replica has taken results: who waits may go where a place is free."""
         self._mover.relieve(replica)
+
+    def evacuate(self, replica: Replica) -> None:
+        """See ReplicaListener."""
+        self._mover.evacuate(replica)
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """See ReplicaListener."""
