@@ -169,6 +169,8 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
 
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
     """The first of a queue that can go elsewhere. None when the queue moves by itself."""
+    if not source.core.ledger.waiting:
+        return None
     first = source.core.ledger.waiting.first
     attached = source.state is MemberState.ATTACHED
     if attached and source.is_open and source.has_blocks(len(first.token_ids)):

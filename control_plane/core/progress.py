@@ -29,6 +29,8 @@ FIRST_SECONDS = 30.0
 FIRST_SECONDS_OF_TOKEN = 0.1
 LONGEST_FACTOR = 8
 """As long as no step is answered, claim after claim, the limit doubles up to so many times."""
+_NOISE = 1.5
+"""How much more than its bound a step may take before the bound is wrong."""
 _KIND_COUNT = 64
 """How many kinds of steps are remembered: those that were seen last."""
 _FADING = 0.9
@@ -147,8 +149,17 @@ class Progress:
             yield work.times(seen) * seconds
 
     def _learn(self, work: Work, seconds: float) -> None:
-        """Notes what a step took. One that took longer than others of its kind is soon forgotten,
-        so that a single stall does not hide a hang for ever."""
+        """Notes what a step took, and forgets bounds that it has disproved: the worker is slower.
+
+        One that took longer than others of its kind fades, so that a single stall does not hide a
+        hang for ever.
+        """
+        if seconds > LEAST_SECONDS / TIMES:  # below, limits do not depend on it
+            self._seen = {
+                kind: own
+                for kind, own in self._seen.items()
+                if work.times(own[0]) * own[1] * _NOISE >= seconds
+            }
         known = self._seen.pop(work.kind, None)
         if known is not None and known[1] * _FADING > seconds:
             work, seconds = known[0].least(work), known[1] * _FADING

@@ -16,7 +16,7 @@ from itertools import count
 from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
-from control_plane.core.fleet import places
+from control_plane.core.fleet import MemberState, places
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.shell.engine import (
     DuplicateRequest,
@@ -198,9 +198,11 @@ class Fleet:
         """A replica has taken results: who waits may go where a place is free."""
         self._mover.relieve(replica)
 
-    def evacuate(self, replica: Replica) -> None:
+    def evacuate(self, replica: Replica) -> bool:
         """See ReplicaListener."""
         self._mover.evacuate(replica)
+        others = (other for other in self.replicas if other is not replica)
+        return any(other.state is MemberState.ATTACHED for other in others)
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """See ReplicaListener."""

@@ -48,8 +48,11 @@ class ReplicaListener(Protocol):
         """Its worker was attached or lost."""
         ...
 
-    def evacuate(self, replica: Replica) -> None:
-        """Whoever is here and can go on elsewhere should go now."""
+    def evacuate(self, replica: Replica) -> bool:
+        """Whoever is here and can go on elsewhere should go now.
+
+        Returns whether others are there for whoever comes.
+        """
         ...
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:

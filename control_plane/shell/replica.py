@@ -134,7 +134,7 @@ class Replica:
         """What that one can hold."""
         self._ended_by: EndKind | None = None
         """What ended the last claim."""
-        self._is_leaving = False
+        self._is_leaving = self._lets_go = False
         self._clamps = ClampLog(number)
 
     @property
@@ -305,7 +305,7 @@ class Replica:
         if not self._claim.is_leaving:
             self._claim.leaves()
             _logger.info("the worker leaves", extra=fields(replica=self.number))
-            self._listener.evacuate(self)
+            self._lets_go = self._listener.evacuate(self)
 
     def _let_go(self) -> Verdict:
         """Ends the claim of a worker that has nothing left to do."""
@@ -355,7 +355,7 @@ class Replica:
 
     def _goes_on(self) -> bool:
         """Whether there is anything to do, now or later."""
-        leaves = self._is_leaving or self._claim.is_leaving
+        leaves = self._is_leaving or (self._claim.is_leaving and self._lets_go)
         return not (leaves and (self._core is None or not self._core.has_work))
 
     def _can_queue(self) -> bool:
