@@ -128,15 +128,23 @@ def places(members: Iterable[Member], request: Request) -> list[Member]:
 def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) -> Iterator[Move]:
     """Where the sequences of a replica should go that can't go on there, in order of rank.
 
-    One that nobody else can take has no move. Each move is to be made before the next is asked for.
+    One that nobody else can take has no move. Suspects come last: while their worker may be back
+    for their trials, they go nowhere where it would disturb others, unless they appeal. Each move
+    is to be made before the next is asked for.
     """
-    others = [member for member in members if member.is_present and member is not source]
+    others = [member for member in members if member.is_present and member.number != source.number]
     ledger = source.core.ledger
-    for sequence in sorted(ledger.sequences.values(), key=lambda sequence: sequence.rank):
+    is_tried_here = source.state is MemberState.LOST
+    for sequence in sorted(
+        ledger.sequences.values(),
+        key=lambda sequence: (sequence.sequence_id in ledger.suspects, sequence.rank),
+    ):
+        stays = is_tried_here and sequence.sequence_id in ledger.suspects and not sequence.appeals
         able = {
             member.number: member
             for member in others
-            if _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
+            if not (stays and member.core.ledger.sequences)
+            and _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
         }
         if sequence.completion_count and any(_rounds_alike(source, able[key]) for key in able):
             able = {key: own for key, own in able.items() if _rounds_alike(source, own)}

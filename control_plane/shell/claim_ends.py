@@ -24,10 +24,15 @@ _logger = logging.getLogger(__name__)
 ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
-def end_guilty(core: Scheduler, error: ClaimError, max_strikes: int, replica: int) -> Judgement:
-    """Ends the sequences that are surely to blame for a claim's end, and logs their stories."""
+def end_guilty(
+    core: Scheduler, error: ClaimError, max_strikes: int, replica: int, *, has_others: bool
+) -> Judgement:
+    """Ends the sequences that are surely to blame for a claim's end, and logs their stories.
+
+    `has_others`: other replicas are there.
+    """
     accusation = _accusation_of(error)
-    judgement = core.accuse(accusation, max_strikes)
+    judgement = core.accuse(accusation, max_strikes, may_appeal=has_others)
     for output in judgement.convicted:
         _logger.error(
             "request ended: the worker can't execute it",

@@ -198,9 +198,12 @@ class Fleet:
         """A replica has taken results: who waits may go where a place is free."""
         self._mover.relieve(replica)
 
-    def evacuate(self, replica: Replica) -> bool:
+    def evacuate(self, replica: Replica) -> None:
         """See ReplicaListener."""
         self._mover.evacuate(replica)
+
+    def has_others(self, replica: Replica) -> bool:
+        """See ReplicaListener."""
         others = (other for other in self.replicas if other is not replica)
         return any(other.state is MemberState.ATTACHED for other in others)
 

@@ -48,11 +48,12 @@ class ReplicaListener(Protocol):
         """Its worker was attached or lost."""
         ...
 
-    def evacuate(self, replica: Replica) -> bool:
-        """Whoever is here and can go on elsewhere should go now.
+    def evacuate(self, replica: Replica) -> None:
+        """Whoever is here and can go on elsewhere should go now."""
+        ...
 
-        Returns whether others are there for whoever comes.
-        """
+    def has_others(self, replica: Replica) -> bool:
+        """Whether the worker of another one is there, and is to stay."""
         ...
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:

@@ -305,7 +305,8 @@ class Replica:
         if not self._claim.is_leaving:
             self._claim.leaves()
             _logger.info("the worker leaves", extra=fields(replica=self.number))
-            self._lets_go = self._listener.evacuate(self)
+            self._listener.evacuate(self)
+            self._lets_go = self._listener.has_others(self)
 
     def _let_go(self) -> Verdict:
         """Ends the claim of a worker that has nothing left to do."""
@@ -329,8 +330,11 @@ class Replica:
             log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
         if verdict.accuses_inflight:
             most = self._settings.claim.max_failed_claims
-            judgement = end_guilty(self._scheduler(), error, most, self.number)
+            others = self._listener.has_others(self)
+            judgement = end_guilty(self._scheduler(), error, most, self.number, has_others=others)
             self._register.deliver(judgement.convicted, self._clock())
+            if judgement.has_appeals or judgement.worker_is_broken:
+                self._listener.evacuate(self)
             if judgement.worker_is_broken:
                 self._register.fail(self, "the worker fails on every request")
         return verdict
