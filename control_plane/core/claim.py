@@ -10,9 +10,10 @@ States, and the events that lead from one to another:
                                   │       attached       ▼
                                   └─────────────────── GONE
 
-`ended` is also told of an attempt to attach that failed; that leaves the state as it is. While a
-worker is LOST, its requests wait. Once it is GONE they fail and new ones are refused, but the
-attempts to attach go on.
+An ATTACHED worker that says that it `leaves` is LEAVING until the claim has ended. `ended` is also
+told of an attempt to attach that failed; that leaves the state as it is. While a worker is LOST,
+its requests wait. Once it is GONE they fail and new ones are refused, but the attempts to attach go
+on.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class ClaimState(Enum):
 
     NEVER_ATTACHED = 1
     ATTACHED = 2
-    LOST = 3
-    GONE = 4
+    LEAVING = 3
+    LOST = 4
+    GONE = 5
 
 
 class EndKind(Enum):
@@ -40,6 +42,10 @@ class EndKind(Enum):
 
     UNREACHABLE = "unreachable"
     """No connection, or the connection broke."""
+    SILENT = "silent"
+    """The connection looks whole, but the worker gives no sign of life."""
+    HUNG = "hung"
+    """The worker gives signs of life, and does not finish a step."""
     LOADING = "loading"
     """The worker is there and still loads its model."""
     DRAINING = "draining"
@@ -50,7 +56,11 @@ class EndKind(Enum):
     """Anything else: the worker refused a message, or it can't be used, or broke the contract."""
 
 
-_ACCUSING = (EndKind.UNREACHABLE, EndKind.REFUSED)
+DISCONNECTING = (EndKind.UNREACHABLE, EndKind.SILENT, EndKind.HUNG)
+"""The worker may be as it was, and its KV too, when it is claimed again."""
+FINAL = (EndKind.SILENT, EndKind.HUNG, EndKind.DRAINING)
+"""The worker is not to be expected back within a moment."""
+_ACCUSING = (*DISCONNECTING, EndKind.REFUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class ClaimPolicy:
     """
 
     loss_patience: float = 60.0
-    silence_limit: float = 3.5
+    silence_limit: float = 2.4
     """A claimed worker without a sign of life for so long is lost, since the last sign."""
     starting_delay: float = 0.1
     first_retry_delay: float = 0.05
@@ -149,6 +159,7 @@ class Claim:
         self._contention = Backoff(policy.contention_delay, policy.longest_contention_delay, jitter)
         self._attached_at: float | None = None
         self._lost_at: float | None = None
+        self._is_leaving = False
         self._told_causes: dict[str, float] = {}
         """When each was told last."""
 
@@ -160,7 +171,7 @@ class Claim:
     def state(self, now: float) -> ClaimState:
         """Where the claim stands at `now`."""
         if self._attached_at is not None:
-            return ClaimState.ATTACHED
+            return ClaimState.LEAVING if self._is_leaving else ClaimState.ATTACHED
         if self._lost_at is None:
             return ClaimState.NEVER_ATTACHED
         return ClaimState.LOST if self.patience_left(now) > 0 else ClaimState.GONE
@@ -182,8 +193,19 @@ class Claim:
         self._lost_at = None
         self._told_causes.clear()
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether the worker is claimed now, and is about to end."""
+        return self._is_leaving
+
+    def leaves(self) -> None:
+        """The worker says that it will end soon, and goes on until then."""
+        assert self._attached_at is not None, "no claim"
+        self._is_leaving = True
+
     def ended(self, end: ClaimEnd, now: float) -> Verdict:
         """The claim is over, or an attempt to make one has failed."""
+        self._is_leaving = False
         before_first_claim = self._attached_at is None and self._lost_at is None
         was_attached = self._attached_at is not None
         if self._attached_at is not None:

@@ -32,14 +32,14 @@ class MemberState(Enum):
     LOST = "lost"
     """Its worker may come back: what nobody else can take waits for it."""
     DRAINING = "draining"
-    """Its worker leaves: it takes nothing new, and what it has goes elsewhere."""
+    """Its worker leaves: what it has goes elsewhere, as far as anybody can take it."""
     GONE = "gone"
     """Its worker has been lost for longer than anybody waits."""
 
 
 _PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT)
-_TAKING = (*_PRESENT, MemberState.LOST)
-"""Lost, because its worker may be back soon."""
+_TAKING = (*_PRESENT, MemberState.LOST, MemberState.DRAINING)
+"""The last two, because a worker may be back soon. They come last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,8 @@ class Member:
     core: Scheduler
     traits: Traits
     state: MemberState
+    is_closed: bool = False
+    """It leaves the fleet, and no other worker comes to its place."""
 
     @property
     def is_present(self) -> bool:
@@ -59,7 +61,7 @@ class Member:
     @property
     def takes_new(self) -> bool:
         """Whether new requests may be queued there."""
-        return self.state in _TAKING
+        return self.state in _TAKING and not self.is_closed
 
     @property
     def is_open(self) -> bool:
@@ -73,7 +75,8 @@ class Member:
     @property
     def has_free_place(self) -> bool:
         """Whether a sequence that came now might start with the next plan."""
-        return self.is_present and self.is_open and not self.core.ledger.waiting
+        attached = self.state is MemberState.ATTACHED
+        return attached and self.is_open and not self.core.ledger.waiting
 
     def would_start(self, token_count: int) -> bool:
         """Whether a sequence of so many tokens that came now would start with the next plan."""
@@ -133,15 +136,23 @@ def places(members: Iterable[Member], request: Request) -> list[Member]:
 def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) -> Iterator[Move]:
     """Where the sequences of a replica should go that can't go on there, in order of rank.
 
-    One that nobody else can take has no move. Each move is to be made before the next is asked for.
+    One that nobody else can take has no move. Suspects come last: while their worker may be back
+    for their trials, they go nowhere where it would disturb others, unless they appeal. Each move
+    is to be made before the next is asked for.
     """
-    others = [member for member in members if member.is_present and member is not source]
+    others = [member for member in members if member.is_present and member.number != source.number]
     ledger = source.core.ledger
-    for sequence in sorted(ledger.sequences.values(), key=lambda sequence: sequence.rank):
+    is_tried_here = source.state is MemberState.LOST
+    for sequence in sorted(
+        ledger.sequences.values(),
+        key=lambda sequence: (sequence.sequence_id in ledger.suspects, sequence.rank),
+    ):
+        stays = is_tried_here and sequence.sequence_id in ledger.suspects and not sequence.appeals
         able = {
             member.number: member
             for member in others
-            if _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
+            if not (stays and member.core.ledger.sequences)
+            and _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
         }
         if sequence.completion_count and any(_rounds_alike(source, able[key]) for key in able):
             able = {key: own for key, own in able.items() if _rounds_alike(source, own)}
@@ -174,8 +185,11 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
 
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
     """The first of a queue that can go elsewhere. None when the queue moves by itself."""
+    if not source.core.ledger.waiting:
+        return None
     first = source.core.ledger.waiting.first
-    if source.is_present and source.is_open and source.has_blocks(len(first.token_ids)):
+    attached = source.state is MemberState.ATTACHED
+    if attached and source.is_open and source.has_blocks(len(first.token_ids)):
         return None
     for sequence in source.core.ledger.waiting:
         if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:

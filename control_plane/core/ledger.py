@@ -69,6 +69,9 @@ class Ledger:
         self.convictions_in_row = 0
         self.tokens_at_conviction = 0
         """`counters.generated_tokens` at the last conviction."""
+        self.appeals_in_row = 0
+        self.tokens_at_appeal = 0
+        """`counters.generated_tokens` at the last appeal."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)

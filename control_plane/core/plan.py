@@ -129,3 +129,5 @@ class StepResult:
     queued_seconds: float = 0.0
     executed_seconds: float = 0.0
     digest: bytes = b""
+    is_leaving: bool = False
+    """The worker will end soon: whoever can go on elsewhere should."""

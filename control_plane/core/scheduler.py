@@ -137,15 +137,18 @@ class Scheduler:
         """Takes the result of the oldest message in flight. Raises ResultMismatch for any other."""
         return update.apply_result(self._ledger, result)
 
-    def accuse(self, accusation: Accusation, max_strikes: int) -> Judgement:
+    def accuse(
+        self, accusation: Accusation, max_strikes: int, *, may_appeal: bool = False
+    ) -> Judgement:
         """A claim ended while plans were in flight. Ends those that are surely to blame.
 
         To be called once for such an end, before `resync`. A sequence is to blame when the worker
         named it for certain, or when it has been in flight at `max_strikes` such ends without any
-        progress, the last of them alone. It ends with FAULT. The caller ends the rest where the
+        progress, the last of them alone and, with `may_appeal`, not all of them at one replica as
+        far as another can take it. It ends with FAULT. The caller ends the rest where the
         worker is found to be broken.
         """
-        return suspicion.judge(self._ledger, accusation, max_strikes)
+        return suspicion.judge(self._ledger, accusation, max_strikes, may_appeal=may_appeal)
 
     def obstacles(
         self, before: Traits, after: Traits, *, may_cross: bool

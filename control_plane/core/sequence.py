@@ -89,6 +89,10 @@ class Sequence:
     """The most tokens that ever were computed or cached: what lies below is recomputation."""
     strikes: int = 0
     """Claims in a row that ended while it was in flight and had made no progress: suspicion.py."""
+    struck_elsewhere: bool = False
+    """It got some of its strikes at another replica."""
+    appeals: bool = False
+    """It has had its trials where it is: the next one should be at another replica."""
     strike_mark: int = -1
     """How far it had come at the last strike, see `reached`."""
     arithmetic_changed: bool = False

@@ -6,6 +6,10 @@ its strikes away. A sequence with two strikes is a suspect. Suspects run one at 
 beside them, until they have made progress (see planner.py). So a sequence that collects all its
 strikes had the last of them when it was alone: it ends, and the innocent go on. When one after
 another is convicted and nobody gets a token in between, it is the worker that is broken.
+
+Where there are other replicas, nobody is convicted by one worker alone: who has had all trials but
+the last at one replica appeals, and has the last at another. When two appeal in a row, all suspects
+there do: others find out whether it is the worker.
 """
 
 from __future__ import annotations
@@ -20,6 +24,8 @@ from control_plane.core.request import SequenceId
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.tokens import Tokens
 
+_APPEALS = 2
+"""In a row, after which it looks as if the worker were to blame."""
 SUSPECT_STRIKES = 2
 """With fewer, a sequence was in the wrong company, or the network broke."""
 
@@ -47,13 +53,17 @@ class Judgement:
 
     convicted: list[SequenceOutput]
     worker_is_broken: bool = False
+    has_appeals: bool = False
+    """Some should have their next trial at another replica."""
 
 
-def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement:
+def judge(
+    ledger: Ledger, accusation: Accusation, max_strikes: int, *, may_appeal: bool = False
+) -> Judgement:
     """Strikes the accused, and ends those that are convicted.
 
     To be called once for a claim that has ended, before the resync. The worker is broken after
-    `max_strikes` convictions in a row.
+    `max_strikes` convictions in a row. `may_appeal`: there are other replicas.
     """
     every = list(ledger.inflight)
     members = list(_members([m for m in every if m.step_id == accusation.step_id] or every))
@@ -65,7 +75,8 @@ def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement
     outputs = []
     for sequence, reached in accused:
         if reached > sequence.strike_mark:
-            sequence.strike_mark, sequence.strikes = reached, 0
+            _clear(sequence)
+            sequence.strike_mark = reached
         sequence.strikes += 1
         if sequence.strikes >= max_strikes:
             detail = f"{sequence.strikes} claims of the worker ended over it: {accusation.detail}"
@@ -73,6 +84,9 @@ def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement
         elif sequence.strikes >= SUSPECT_STRIKES:
             ledger.suspects[sequence.sequence_id] = sequence
             ledger.tell(sequence, f"suspect after {sequence.strikes} strikes")
+            is_last = sequence.strikes == max_strikes - 1
+            if may_appeal and is_last and not sequence.struck_elsewhere:
+                _appeal(ledger, sequence)
     if outputs and ledger.counters.generated_tokens > ledger.tokens_at_conviction:
         ledger.convictions_in_row = 0
     ledger.convictions_in_row += len(outputs)
@@ -81,11 +95,16 @@ def judge(ledger: Ledger, accusation: Accusation, max_strikes: int) -> Judgement
     worker_is_broken = ledger.convictions_in_row >= max_strikes
     if worker_is_broken:
         ledger.convictions_in_row = 0
-    return Judgement(outputs, worker_is_broken)
+    if may_appeal and (worker_is_broken or ledger.appeals_in_row >= _APPEALS):
+        for sequence in ledger.suspects.values():
+            sequence.appeals = True
+    has_appeals = any(sequence.appeals for sequence in ledger.suspects.values())
+    return Judgement(outputs, worker_is_broken, has_appeals)
 
 
 def meet(ledger: Ledger, sequence: Sequence) -> None:
     """A sequence comes from another worker, and its strikes with it."""
+    sequence.struck_elsewhere, sequence.appeals = sequence.strikes > 0, False
     if sequence.strikes >= SUSPECT_STRIKES:
         ledger.suspects[sequence.sequence_id] = sequence
 
@@ -101,9 +120,23 @@ def next_suspect(ledger: Ledger) -> Sequence | None:
         if sequence.reached <= sequence.strike_mark and not sequence.held:
             return sequence
         del ledger.suspects[sequence.sequence_id]
-        sequence.strikes = 0
+        _clear(sequence)
         ledger.tell(sequence, "acquitted")
     return None
+
+
+def _clear(sequence: Sequence) -> None:
+    """It has made progress: its strikes were not its own doing."""
+    sequence.strikes = 0
+    sequence.struck_elsewhere = sequence.appeals = False
+
+
+def _appeal(ledger: Ledger, sequence: Sequence) -> None:
+    if ledger.counters.generated_tokens > ledger.tokens_at_appeal:
+        ledger.appeals_in_row = 0
+    ledger.appeals_in_row += 1
+    ledger.tokens_at_appeal = ledger.counters.generated_tokens
+    sequence.appeals = True
 
 
 def _convict(ledger: Ledger, sequence: Sequence, detail: str) -> SequenceOutput:

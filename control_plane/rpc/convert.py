@@ -7,7 +7,7 @@ sent empty, as step.proto allows.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import assert_never
 
 from google.protobuf.duration_pb2 import Duration
@@ -124,9 +124,9 @@ def unsendable_rows(message: Message) -> list[Row]:
 
 def answer_from_pb(response: model_runner_pb2.ExecuteResponse) -> StepResult:
     """The result in an answer of the pipeline. The core checks that it fits the message."""
-    if response.HasField("sample"):
-        return result_from_pb(response.sample.result)
-    return result_from_pb(response.forward.result)
+    answer = response.sample if response.HasField("sample") else response.forward
+    result = result_from_pb(answer.result)
+    return replace(result, is_leaving=True) if response.is_leaving else result
 
 
 def attachment_from_pb(

@@ -6,10 +6,12 @@ import logging
 
 from control_plane.core.claim import ClaimEnd, EndKind, Loudness, Verdict
 from control_plane.core.errors import ResultMismatch
+from control_plane.core.progress import LEAST_SECONDS
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.shell.ports import (
     RefusalReason,
+    WorkerHung,
     WorkerLost,
     WorkerRefused,
     WorkerSilent,
@@ -22,10 +24,15 @@ _logger = logging.getLogger(__name__)
 ClaimError = WorkerLost | WorkerRefused | WorkerUnusable | ResultMismatch
 
 
-def end_guilty(core: Scheduler, error: ClaimError, max_strikes: int, replica: int) -> Judgement:
-    """Ends the sequences that are surely to blame for a claim's end, and logs their stories."""
+def end_guilty(
+    core: Scheduler, error: ClaimError, max_strikes: int, replica: int, *, has_others: bool
+) -> Judgement:
+    """Ends the sequences that are surely to blame for a claim's end, and logs their stories.
+
+    `has_others`: other replicas are there.
+    """
     accusation = _accusation_of(error)
-    judgement = core.accuse(accusation, max_strikes)
+    judgement = core.accuse(accusation, max_strikes, may_appeal=has_others)
     for output in judgement.convicted:
         _logger.error(
             "request ended: the worker can't execute it",
@@ -56,7 +63,10 @@ def end_of(error: ClaimError) -> ClaimEnd:
     """An error of the worker's as the claim takes it."""
     match error:
         case WorkerSilent():
-            return ClaimEnd(EndKind.UNREACHABLE, str(error), error.seconds)
+            return ClaimEnd(EndKind.SILENT, str(error), error.seconds)
+        case WorkerHung():
+            # In a step that may take longer than that, it may have been at work until now.
+            return ClaimEnd(EndKind.HUNG, str(error), min(error.seconds, LEAST_SECONDS))
         case WorkerLost():
             return ClaimEnd(EndKind.UNREACHABLE, str(error))
         case WorkerRefused(reason=RefusalReason.STALE_EPOCH):

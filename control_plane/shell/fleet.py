@@ -16,7 +16,7 @@ from itertools import count
 from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
-from control_plane.core.fleet import places
+from control_plane.core.fleet import MemberState, places
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.shell.engine import (
     CannotResume,
@@ -154,7 +154,7 @@ class Fleet:
     def leave(self, replica: Replica) -> None:
         """A replica takes nothing more, and goes when its sequences have gone or ended."""
         replica.leave()
-        self._mover.evacuate(replica)
+        self.evacuate(replica)
         self._tell_readiness()
 
     async def run(self) -> None:
@@ -200,6 +200,15 @@ class Fleet:
     def took_turn(self, replica: Replica) -> None:
         """A replica has taken results: who waits may go where a place is free."""
         self._mover.relieve(replica)
+
+    def evacuate(self, replica: Replica) -> None:
+        """See ReplicaListener."""
+        self._mover.evacuate(replica)
+
+    def has_others(self, replica: Replica) -> bool:
+        """See ReplicaListener."""
+        others = (other for other in self.replicas if other is not replica)
+        return any(other.state is MemberState.ATTACHED for other in others)
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """See ReplicaListener."""

@@ -1,8 +1,10 @@
-"""Notices a worker that gives no sign of life while its connection looks whole.
+"""Notices a worker that gives no sign of life, or does not finish a step, though its connection
+looks whole.
 
 A process that is stopped, swapped out or cut off from the network keeps its connections for a long
 time. While its results come, nothing else is asked. Only when none came for a while, the worker is
-pinged. Its event loop answers while its device computes, so that a long step is no silence.
+pinged. Its event loop answers while its device computes, so that a long step is no silence. Whether
+a step takes too long is core/progress.py's to say.
 """
 
 from __future__ import annotations
@@ -11,7 +13,16 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-from control_plane.shell.ports import Worker, WorkerLost, WorkerRefused, WorkerSilent
+from control_plane.core.plan import Message, StepResult
+from control_plane.core.progress import Progress
+from control_plane.shell.ports import (
+    Clock,
+    Worker,
+    WorkerHung,
+    WorkerLost,
+    WorkerRefused,
+    WorkerSilent,
+)
 
 _LOOKS = 5
 """Looks in a row without a sign of life that make a silence.
@@ -19,53 +30,103 @@ _LOOKS = 5
 Looks are counted, not seconds: when this process itself was stopped, that is one look, and what has
 arrived meanwhile is read before the next.
 """
+_SUSPICIOUS_LOOKS = 2
+_SUSPICIOUS_PART = 0.6
+"""Of the time that a step may take."""
+_TINY = 1e-3
+"""Seconds that a timer may be early."""
 
 
 class Heartbeat:
-    """Watches one claim's worker. `limit`: seconds without a sign of life that are too many."""
+    """Watches one worker, claim after claim.
 
-    def __init__(self, worker: Worker, limit: float) -> None:
+    `limit`: seconds without a sign of life that are too many.
+    """
+
+    def __init__(self, worker: Worker, limit: float, clock: Clock) -> None:
         self._worker = worker
         self._limit = limit
+        self._clock = clock
+        self._progress = Progress()
         self._has_heard = False
+        self._silent_looks = 0
 
-    def heard(self) -> None:
-        """The worker has given a sign of life."""
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether the worker is about to be taken for lost."""
+        if self._silent_looks >= _SUSPICIOUS_LOOKS:
+            return True
+        waited = self._progress.waited(self._clock())
+        # Nothing is overdue within a second, and to ask for the limit costs more.
+        return waited > _SUSPICIOUS_PART and waited > _SUSPICIOUS_PART * self._progress.limit()
+
+    def attached(self, *, same_life: bool) -> None:
+        """A claim begins. Of another life of the worker nothing is known."""
+        self._progress.attached(same_life=same_life)
+
+    def sends(self, message: Message) -> None:
+        """A message goes to the worker now."""
+        self._progress.sent(message, self._clock())
+
+    def heard(self, result: StepResult) -> None:
+        """The worker has answered the oldest message."""
         self._has_heard = True
+        self._progress.answered(self._clock(), result.executed_seconds)
 
     async def watched(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, which needs the worker. Raises what it raises, or WorkerSilent."""
+        """Runs `work`, which needs the worker. Raises what it does, WorkerSilent or WorkerHung."""
         working = asyncio.create_task(work)
-        silence = asyncio.create_task(self._silence())
+        watching = asyncio.create_task(self._watch())
         try:
-            await asyncio.wait((working, silence), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 return working.result()
-            silence.result()
-            raise WorkerSilent(self._limit)
+            raise watching.result()
         finally:
             working.cancel()
-            silence.cancel()
-            await asyncio.wait((working, silence))
+            watching.cancel()
+            await asyncio.wait((working, watching))
+            self._silent_looks = 0
 
-    async def _silence(self) -> None:
-        """Returns once the worker has been silent for too long, a fifth of that late at most."""
+    async def _watch(self) -> WorkerLost:
+        """Returns once the worker has been silent for too long, a fifth of that late at most, or
+        has not finished a step in time."""
         ping: asyncio.Task[bool] | None = None
-        silent_looks = 0
+        self._silent_looks = 0
         try:
-            while silent_looks < _LOOKS:
+            while self._silent_looks < _LOOKS:
                 self._has_heard = False
-                await asyncio.sleep(self._limit / _LOOKS)
+                if (hung := await self._look()) is not None:
+                    return hung
                 if ping is not None and ping.done():
                     self._has_heard |= ping.result()
                     ping = None
-                silent_looks = 0 if self._has_heard else silent_looks + 1
-                if silent_looks and ping is None:
+                self._silent_looks = 0 if self._has_heard else self._silent_looks + 1
+                if self._silent_looks and ping is None:
                     ping = asyncio.create_task(self._ping())
+            return WorkerSilent(self._limit)
         finally:
             if ping is not None:
                 ping.cancel()
                 await asyncio.wait((ping,))
+
+    async def _look(self) -> WorkerHung | None:
+        """Takes a fifth of the limit, or ends with what hangs, once that is overdue."""
+        seconds = self._limit / _LOOKS
+        progress, began = self._progress, self._clock()
+        left = progress.limit() - progress.waited(began)
+        if left < seconds:
+            await asyncio.sleep(max(0.0, left))
+            seconds -= max(0.0, left)
+            now = self._clock()
+            limit, waited = progress.limit(), progress.waited(now)
+            if now - began < 2 * self._limit / _LOOKS and waited + _TINY >= limit:
+                return WorkerHung(waited)
+        await asyncio.sleep(seconds)
+        took = self._clock() - began
+        if took > 2 * self._limit / _LOOKS:
+            progress.stopped(took, self._clock())
+        return None
 
     async def _ping(self) -> bool:
         """Whether the worker answers. A connection that is broken is the pipeline's to tell."""

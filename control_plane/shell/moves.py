@@ -46,7 +46,8 @@ class Mover:
     def changed(self, replica: Replica) -> None:
         """A replica's worker was attached or lost.
 
-        If attached, it takes what others can't go on with; what it lost itself waits a moment.
+        If attached, it takes what others can't go on with; what it lost itself waits a moment, if
+        its worker may be back by then.
         """
         if (grace := self._graces.pop(replica, None)) is not None:
             grace.cancel()
@@ -54,6 +55,8 @@ class Mover:
             for other in self._roster.replicas:
                 if other.state in _AWAY and other not in self._graces:
                     self.evacuate(other)
+        elif not replica.may_reconnect:
+            self.evacuate(replica)
         else:
             loop = asyncio.get_running_loop()
             self._graces[replica] = loop.call_later(_GRACE_SECONDS, self._grace_ends, replica)

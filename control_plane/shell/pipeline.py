@@ -26,7 +26,8 @@ class Pipeline:
     """Runs a core against a worker that is attached, claim after claim.
 
     `number` names the replica in the log. `deliver` gets what each result brought, and when;
-    `took_turn` is called when results were taken and the next step is not planned yet.
+    `took_turn` is called when results were taken and the next step is not planned yet;
+    `worker_leaves` with each result that says so.
     `check_invariants`: audit the core whenever it is idle (tests).
     """
 
@@ -38,6 +39,7 @@ class Pipeline:
         *,
         deliver: Callable[[list[SequenceOutput], float], None],
         took_turn: Callable[[], None],
+        worker_leaves: Callable[[], None],
         clock: Clock,
         metrics: ReplicaMetrics,
         check_invariants: bool = False,
@@ -47,6 +49,7 @@ class Pipeline:
         self._heartbeat = heartbeat
         self._deliver = deliver
         self._took_turn = took_turn
+        self._worker_leaves = worker_leaves
         self._clock = clock
         self._metrics = metrics
         self._check_invariants = check_invariants
@@ -85,8 +88,9 @@ class Pipeline:
         """Puts results, and what ended them, into the inbox; what is in flight bounds it."""
         try:
             while True:
-                self._inbox.append(await self._worker.receive())
-                self._heartbeat.heard()
+                result = await self._worker.receive()
+                self._inbox.append(result)
+                self._heartbeat.heard(result)
                 self._wake.set()
         except Exception as error:  # raised again by the loop, which knows what it means
             self._inbox.append(error)
@@ -103,6 +107,7 @@ class Pipeline:
                 self._metrics.step_planned(sum(message.scheduled.token_counts))
                 if _logger.isEnabledFor(logging.DEBUG):
                     log_plan(self._number, message, core.stats())
+            self._heartbeat.sends(message)
             await self._worker.send(message)
         if self._check_invariants and not core.has_work:
             invariants.check(core)
@@ -118,5 +123,7 @@ class Pipeline:
             control_seconds = self._planning_seconds + self._clock() - now
             self._planning_seconds = 0.0
             self._metrics.step_finished(event.executed_seconds, control_seconds)
+            if event.is_leaving:
+                self._worker_leaves()
             if _logger.isEnabledFor(logging.DEBUG):
                 log_result(self._number, event, outputs, control_seconds)

@@ -100,6 +100,16 @@ class WorkerSilent(WorkerLost):
         self.seconds = seconds
 
 
+class WorkerHung(WorkerLost):
+    """The worker's process may answer, but it has not finished a step after `seconds`, which is
+    far more than such a step takes.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"a step is not finished after {seconds:.1f} s")
+        self.seconds = seconds
+
+
 class RefusalReason(StrEnum):
     """Why a worker refuses a message: the names that a worker uses of the contract's ErrorReason.
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from control_plane.core.claim import (
+    DISCONNECTING,
+    FINAL,
     Claim,
     ClaimEnd,
     ClaimPolicy,
@@ -25,7 +27,7 @@ from control_plane.core.claim import (
     Verdict,
 )
 from control_plane.core.errors import ResultMismatch
-from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
+from control_plane.core.events import Finish, FinishReason, Stats
 from control_plane.core.fleet import Member, MemberState
 from control_plane.core.request import Origin, OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
@@ -42,6 +44,7 @@ from control_plane.shell.limits import (
     log_attached,
     scheduler_config,
 )
+from control_plane.shell.listeners import Register, ReplicaListener
 from control_plane.shell.patience import in_patience
 from control_plane.shell.pipeline import Pipeline
 from control_plane.shell.ports import (
@@ -50,7 +53,6 @@ from control_plane.shell.ports import (
     Clock,
     Metrics,
     Worker,
-    WorkerInfo,
     WorkerLost,
     WorkerRefused,
     WorkerUnusable,
@@ -58,7 +60,6 @@ from control_plane.shell.ports import (
 from control_plane.shell.successor import (
     FAILURES,
     ArithmeticChange,
-    FailureKind,
     resumable,
     tell_arithmetic,
     traits_of,
@@ -84,44 +85,6 @@ class ReplicaSettings:
     claim: ClaimPolicy = field(default_factory=ClaimPolicy)
     arithmetic_change: ArithmeticChange = ArithmeticChange.END
     check_invariants: bool = False
-
-
-class Register(Protocol):
-    """Who knows the streams of a replica's sequences."""
-
-    def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
-        """These sequences got tokens, or ended."""
-        ...
-
-    def fail(
-        self,
-        replica: Replica,
-        why: str,
-        *,
-        only: Collection[SequenceId] | None = None,
-        kind: FailureKind = EngineLost,
-    ) -> None:
-        """The replica can't go on with its sequences, or with some of them.
-
-        All of them are finished, with FAULT, before this returns.
-        """
-        ...
-
-
-class ReplicaListener(Protocol):
-    """Whom a replica tells what concerns the others."""
-
-    def took_turn(self, replica: Replica) -> None:
-        """It has taken results, and has not planned the next step."""
-        ...
-
-    def changed(self, replica: Replica) -> None:
-        """Its worker was attached or lost."""
-        ...
-
-    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
-        """Why this worker can't serve beside those that do; None: it can."""
-        ...
 
 
 class Replica:
@@ -151,13 +114,14 @@ class Replica:
         self._register = register
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
-        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit)
+        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit, clock)
         self._pipeline = Pipeline(
             number,
             worker,
             self._heartbeat,
             deliver=register.deliver,
             took_turn=lambda: listener.took_turn(self),
+            worker_leaves=self._worker_leaves,
             clock=clock,
             metrics=self._metrics,
             check_invariants=settings.check_invariants,
@@ -171,15 +135,20 @@ class Replica:
         """The last one: that of now, or the one that was lost."""
         self.capacity: Capacity | None = None
         """What that one can hold."""
-        self._only_disconnected = False
-        """Nothing but the connection ended the last claim."""
-        self._is_leaving = False
+        self._ended_by: EndKind | None = None
+        """What ended the last claim."""
+        self._is_leaving = self._lets_go = False
         self._clamps = ClampLog(number)
 
     @property
     def attached(self) -> bool:
         """Whether its worker is there."""
         return self._claim.is_attached
+
+    @property
+    def may_reconnect(self) -> bool:
+        """Whether its worker, if it is lost, may be back within a moment."""
+        return self._ended_by not in FINAL
 
     @property
     def lost_seconds(self) -> float:
@@ -199,7 +168,10 @@ class Replica:
             case ClaimState.NEVER_ATTACHED:
                 return MemberState.JOINING
             case ClaimState.ATTACHED:
-                return MemberState.ATTACHED
+                suspicious = self._heartbeat.is_suspicious
+                return MemberState.SUSPECT if suspicious else MemberState.ATTACHED
+            case ClaimState.LEAVING:
+                return MemberState.DRAINING
             case ClaimState.LOST:
                 return MemberState.LOST
             case ClaimState.GONE:
@@ -209,7 +181,7 @@ class Replica:
         """How it looks to the fleet; None before its first worker."""
         if self._core is None or self._traits is None:
             return None
-        return Member(self.number, self._core, self._traits, self.state)
+        return Member(self.number, self._core, self._traits, self.state, self._is_leaving)
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
@@ -263,12 +235,11 @@ class Replica:
                 try:
                     await self._attach()
                     await self._pipeline.run(self._scheduler(), self._goes_on)
-                    self._claim.ended(ClaimEnd(EndKind.DRAINING, "left"), self._clock())
-                    self._metrics.worker_lost()
-                    _logger.info("worker let go", extra=fields(replica=self.number))
+                    verdict = self._let_go()
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
-                    await self._worker.detach()
+                await self._worker.detach()
+                if self._goes_on():
                     await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
             await self._worker.detach()
@@ -277,11 +248,13 @@ class Replica:
 
     async def _attach(self) -> None:
         attachment = await self._in_patience(self._worker.attach())
-        resumed = self._core is not None
+        resumed, last = self._core is not None, self.attachment
         kv_kept = self._adopt(attachment)
         assert self.capacity is not None
         self._claim.attached(self._clock())
         info = attachment.info
+        same_life = last is not None and last.info.incarnation_id == info.incarnation_id
+        self._heartbeat.attached(same_life=same_life)
         self._metrics.worker_attached(
             worker_id=info.worker_id,
             model=info.model_name,
@@ -321,7 +294,7 @@ class Replica:
         for obstacle, ids in unfit(found, self.number):
             kind = FAILURES.get(obstacle, EngineLost)
             self._register.fail(self, obstacle.value, only=ids, kind=kind)
-        kv_kept = self._only_disconnected and attachment.has_kv_of(last)
+        kv_kept = self._ended_by in DISCONNECTING and attachment.has_kv_of(last)
         outputs = self._core.resync(
             config,
             info.epoch,
@@ -332,21 +305,41 @@ class Replica:
         self._register.deliver(outputs, self._clock())
         return kv_kept
 
+    def _worker_leaves(self) -> None:
+        """The worker was told to end: it goes on for those whom nobody else can take."""
+        if not self._claim.is_leaving:
+            self._claim.leaves()
+            _logger.info("the worker leaves", extra=fields(replica=self.number))
+            self._listener.evacuate(self)
+            self._lets_go = self._listener.has_others(self)
+
+    def _let_go(self) -> Verdict:
+        """Ends the claim of a worker that has nothing left to do."""
+        self._ended_by = EndKind.DRAINING
+        verdict = self._claim.ended(ClaimEnd(EndKind.DRAINING, "left"), self._clock())
+        self._metrics.worker_lost()
+        self._listener.changed(self)
+        _logger.info("worker let go", extra=fields(replica=self.number))
+        return verdict
+
     def _end_claim(self, error: ClaimError) -> Verdict:
         """Notes that the claim, or an attempt to make one, is over."""
         was_attached = self._claim.is_attached
         end = end_of(error)
         verdict = self._claim.ended(end, self._clock())
         if was_attached:
-            self._only_disconnected = end.kind is EndKind.UNREACHABLE
+            self._ended_by = end.kind
             self._metrics.worker_lost()
             self._listener.changed(self)
         if verdict.loudness is not Loudness.SILENT:
             log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
         if verdict.accuses_inflight:
             most = self._settings.claim.max_failed_claims
-            judgement = end_guilty(self._scheduler(), error, most, self.number)
+            others = self._listener.has_others(self)
+            judgement = end_guilty(self._scheduler(), error, most, self.number, has_others=others)
             self._register.deliver(judgement.convicted, self._clock())
+            if judgement.has_appeals or judgement.worker_is_broken:
+                self._listener.evacuate(self)
             if judgement.worker_is_broken:
                 self._register.fail(self, "the worker fails on every request")
         return verdict
@@ -364,20 +357,22 @@ class Replica:
                         lost_seconds=round(self.lost_seconds, 1),
                     ),
                 )
+            self._listener.evacuate(self)
             self._register.fail(self, "the worker is gone")
 
         return await in_patience(waiting, self._claim.patience_left(self._clock()), give_up)
 
     def _goes_on(self) -> bool:
         """Whether there is anything to do, now or later."""
-        return not (self._is_leaving and (self._core is None or not self._core.has_work))
+        leaves = self._is_leaving or (self._claim.is_leaving and self._lets_go)
+        return not (leaves and (self._core is None or not self._core.has_work))
 
     def _can_queue(self) -> bool:
         """Whether a worker is there, or was until shortly ago."""
         if self._is_leaving:
             return False
         state = self._claim.state(self._clock())
-        return state in (ClaimState.ATTACHED, ClaimState.LOST)
+        return state in (ClaimState.ATTACHED, ClaimState.LEAVING, ClaimState.LOST)
 
     def _scheduler(self) -> Scheduler:
         assert self._core is not None

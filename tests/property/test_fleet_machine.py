@@ -1,5 +1,6 @@
 """Two replicas behind one fleet, in any order of events: requests come and leave, workers break,
-die, hide, are claimed by others, and refuse what is poisoned; what one loses goes on at the other.
+die, hide, hang, are told to end, are claimed by others, and go down in every way over what is
+poisoned; what one loses goes on at the other.
 Real cores and claims, virtual time.
 """
 
@@ -49,8 +50,13 @@ class FleetMachine(RuleBasedStateMachine):
         self.answers: dict[str, Answer] = {}
         self.poison: dict[int, int] = {}
 
-    @initialize(rows=st.tuples(st.integers(1, 3), st.integers(1, 3)), synchronous=st.booleans())
-    def start(self, rows: tuple[int, int], synchronous: bool) -> None:
+    @initialize(
+        rows=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+        synchronous=st.booleans(),
+        effect=st.sampled_from(Effect),
+    )
+    def start(self, rows: tuple[int, int], synchronous: bool, effect: Effect) -> None:
+        self.leaving: list[asyncio.Task[None]] = []
         self.workers = [
             PoisonedWorker(
                 Machine(
@@ -61,7 +67,7 @@ class FleetMachine(RuleBasedStateMachine):
                     block_size=4,
                 ),
                 self.poison,
-                Effect.NAMED,
+                effect,
                 lambda: STEP_SECONDS,
             )
             for count in rows
@@ -72,7 +78,8 @@ class FleetMachine(RuleBasedStateMachine):
                 loss_patience=1e9,
                 contention_delay=0.5,
                 longest_contention_delay=2.0,
-                max_failed_claims=1_000_000,
+                # Whom nothing is certain of must not be ended in these storms of other losses.
+                max_failed_claims=1_000_000 if effect is Effect.NAMED else 12,
             ),
             check_invariants=True,
         )
@@ -142,6 +149,27 @@ class FleetMachine(RuleBasedStateMachine):
             worker.break_connection()
         self.wait(after)
 
+    @rule(number=numbers, after=st.sampled_from([0.0, 1.0, 4.0]))
+    def hang(self, number: int, after: float) -> None:
+        """The device finishes nothing for a while."""
+        self.workers[number].hang()
+        self.wait(after)
+        self.workers[number].go_on()
+
+    @rule(number=numbers, after=st.sampled_from([0.0, 1.0, 4.0]))
+    def freeze(self, number: int, after: float) -> None:
+        self.workers[number].freeze()
+        self.wait(after)
+        self.workers[number].thaw()
+
+    @rule(number=numbers, drain=st.sampled_from([0.05, 1.0, 30.0]), after=moments)
+    def terminate(self, number: int, drain: float, after: float) -> None:
+        """It is told to end, and does in its time; `hide_or_show` brings its successor."""
+        if self.workers[number].reachable:
+            task = self.loop.create_task(self.workers[number].terminate(drain))
+            self.leaving.append(task)
+            self.wait(after)
+
     @rule(number=numbers, ahead=st.integers(1, 3), after=moments)
     def claim_by_another(self, number: int, ahead: int, after: float) -> None:
         machine = self.workers[number].machine
@@ -198,6 +226,8 @@ class FleetMachine(RuleBasedStateMachine):
 
     def _settle(self) -> None:
         """Nothing goes wrong any more, and everything ends."""
+        for task in self.leaving:
+            self.loop.run_until_complete(task)
         for worker in self.workers:
             worker.reachable = True
         deadline = self.loop.time() + ENOUGH_SECONDS

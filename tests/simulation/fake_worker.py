@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
@@ -27,6 +27,8 @@ from tests.support.plan_interpreter import PlanInterpreter, PlanRefused, WorkerR
 
 VOCABULARY = 97
 ATTACH_TIMEOUT = 10.0
+_LOOK_SECONDS = 0.02
+_QUIET_LOOKS = 50
 _MODULUS = 1_000_003
 
 
@@ -193,11 +195,14 @@ class FakeWorker:
         self.reachable = True
         self.running = asyncio.Event()
         self.running.set()
+        self._device = asyncio.Event()
+        self._device.set()
         self.attach_count = 0
         self._last_epoch = 0
         self._connected = False
         self._plans: asyncio.Queue[StepPlan | None] = asyncio.Queue()
         self._running: StepPlan | None = None
+        self._is_leaving = False
 
     @property
     def connected(self) -> bool:
@@ -236,6 +241,7 @@ class FakeWorker:
         if delay:
             await asyncio.sleep(delay)
         await self.running.wait()
+        await self._device.wait()
         self._running = None
         if not self._connected:
             raise WorkerLost("connection broken")
@@ -246,7 +252,8 @@ class FakeWorker:
             raise
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        return self.machine.execute(plan)
+        result = self.machine.execute(plan)
+        return replace(result, is_leaving=True) if self._is_leaving else result
 
     async def ping(self) -> None:
         await asyncio.sleep(0)
@@ -258,18 +265,22 @@ class FakeWorker:
         self._connected = False
 
     async def terminate(self, drain_seconds: float) -> None:
-        """SIGTERM: serves its claim until that ends, or the drain does, and is gone for good."""
+        """SIGTERM: says so with each result, and serves its claim until that ends, has had nothing
+        to run for a second, or the drain is over; then it is gone for good."""
+        self._is_leaving = True
         with suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
-                while True:
-                    await asyncio.sleep(0.02)
-                    if not self._connected:
-                        break
+                quiet_looks = 0
+                while self._connected and quiet_looks < _QUIET_LOOKS:
+                    await asyncio.sleep(_LOOK_SECONDS)
+                    is_busy = self._running is not None or not self._plans.empty()
+                    quiet_looks = 0 if is_busy else quiet_looks + 1
         self.kill()
 
     def kill(self) -> None:
         """SIGKILL."""
-        self.reachable = False
+        self.reachable = self._is_leaving = False
+        self._device.set()
         self.machine.restart()
         self.break_connection()
 
@@ -281,11 +292,21 @@ class FakeWorker:
         """SIGCONT."""
         self.running.set()
 
+    def hang(self) -> None:
+        """The device finishes no step any more; the process answers."""
+        self._device.clear()
+
+    def go_on(self) -> None:
+        """The device finishes what it was at."""
+        self._device.set()
+
     async def _thawed(self, message: str) -> None:
-        """Waits for the thaw as long as a call waits. Raises WorkerLost."""
+        """Waits, as long as a call waits, for the thaw and for the step that runs. Raises
+        WorkerLost."""
         try:
             async with asyncio.timeout(ATTACH_TIMEOUT):
                 await self.running.wait()
+                await self._device.wait()
         except TimeoutError:
             raise WorkerLost(message) from None
 

@@ -21,7 +21,7 @@ from tests.simulation.virtual_time import VirtualLoop, run_virtual
 
 STEP_SECONDS = 0.1
 TOKEN_COUNT = 30
-SILENCE_LIMIT = 3.5
+SILENCE_LIMIT = 2.4
 RECONNECT_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
 SECOND_SIGNAL_AFTER = 0.2

@@ -21,6 +21,8 @@ from worker_service.rpc.rendezvous import rendezvous_from_pb
 
 _logger = logging.getLogger(__name__)
 
+_LEAVING = (LifecycleState.FINISHING, LifecycleState.DRAINING)
+
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -165,7 +167,9 @@ class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
         """Answers in order until nothing more was read. Raises the first refusal of the device."""
         while (answer := await stream.answers.get()) is not None:
             result = convert.result_to_pb(await answer.result)
-            await context.write(_response(answer.kind, result))
+            response = _response(answer.kind, result)
+            response.is_leaving = self._facade.lifecycle.state in _LEAVING
+            await context.write(response)
             stream.answered_count += 1
             stream.room.release()
 

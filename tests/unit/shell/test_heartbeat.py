@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from control_plane.core.plan import StepPlan
+from control_plane.core.plan import StepPlan, StepResult
+from control_plane.core.tokens import Tokens
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerSilent
 from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
@@ -15,7 +16,7 @@ from tests.simulation.rig import request, running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread
 
-LIMIT = 3.5
+LIMIT = 2.4
 LATEST = LIMIT * 6 / 5
 Ping = Callable[[], Awaitable[None]]
 
@@ -65,7 +66,7 @@ async def outcome(heartbeat: Heartbeat, seconds: float) -> Exception | None:
 @pytest.mark.parametrize("ping", [no_answer, broken, answer_after(LATEST)])
 def test_no_answer_is_a_silence(ping: Ping) -> None:
     async def main(loop: VirtualLoop) -> None:
-        silent = await outcome(Heartbeat(Pinged(ping), LIMIT), 60.0)
+        silent = await outcome(Heartbeat(Pinged(ping), LIMIT, loop.time), 60.0)
         assert isinstance(silent, WorkerSilent)
         assert silent.seconds == LIMIT
         assert LIMIT - 0.01 <= loop.time() <= LATEST
@@ -73,11 +74,11 @@ def test_no_answer_is_a_silence(ping: Ping) -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("ping", [answer_at_once, refused, *map(answer_after, (0.1, 1.0, 2.0))])
+@pytest.mark.parametrize("ping", [answer_at_once, refused, *map(answer_after, (0.1, 1.0, 1.8))])
 def test_any_answer_is_a_sign_of_life(ping: Ping) -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = Pinged(ping)
-        assert await outcome(Heartbeat(worker, LIMIT), 3600.0) is None
+        assert await outcome(Heartbeat(worker, LIMIT, loop.time), 3600.0) is None
         assert worker.ping_count <= 3600 / LIMIT * 5 / 2 + 1, "every other look at most"
 
     run_virtual(main)
@@ -86,12 +87,13 @@ def test_any_answer_is_a_sign_of_life(ping: Ping) -> None:
 def test_nothing_is_asked_while_results_come() -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = Pinged(no_answer)
-        heartbeat = Heartbeat(worker, LIMIT)
+        heartbeat = Heartbeat(worker, LIMIT, loop.time)
 
         async def results() -> None:
+            result = StepResult(1, 1, [], [], Tokens([]))
             for _ in range(600):
                 await asyncio.sleep(0.1)
-                heartbeat.heard()
+                heartbeat.heard(result)
 
         await heartbeat.watched(results())
         assert worker.ping_count == 0
@@ -106,7 +108,7 @@ def test_a_pause_of_our_own_is_no_silence(seconds: float, at: float) -> None:
 
     async def main(loop: VirtualLoop) -> None:
         worker = Pinged(answer_after(0.05))
-        work = asyncio.create_task(outcome(Heartbeat(worker, LIMIT), seconds + 20.0))
+        work = asyncio.create_task(outcome(Heartbeat(worker, LIMIT, loop.time), seconds + 20.0))
         await asyncio.sleep(at)
         loop._now += seconds
         assert await work is None
@@ -121,7 +123,7 @@ def test_what_the_work_raises_is_raised() -> None:
             raise RuntimeError("a bug")
 
         with pytest.raises(RuntimeError, match="a bug"):
-            await Heartbeat(Pinged(answer_at_once), LIMIT).watched(fail())
+            await Heartbeat(Pinged(answer_at_once), LIMIT, loop.time).watched(fail())
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main)
@@ -140,7 +142,7 @@ def test_results_are_signs_of_life_enough() -> None:
     run_virtual(main)
 
 
-@pytest.mark.parametrize("step_seconds", [4.0, 30.0, 300.0])
+@pytest.mark.parametrize("step_seconds", [4.0, 30.0])
 def test_a_long_step_is_no_silence(step_seconds: float) -> None:
     async def main(loop: VirtualLoop) -> None:
         worker = FakeWorker(Machine(), lambda: step_seconds)

@@ -51,10 +51,12 @@ async def test_it_goes_on_for_its_controller_and_for_no_other() -> None:
         await rig.stub.Attach(attach_as("ours", 1))
         stream = rig.stub.Execute()
         await stream.write(execute(first()))
-        assert list((await stream.read()).forward.result.tokens) == wanted(1)
+        answer = await stream.read()
+        assert (list(answer.forward.result.tokens), answer.is_leaving) == (wanted(1), False)
         rig.facade.finish()
         await stream.write(execute(following(2)))
-        assert list((await stream.read()).forward.result.tokens) == wanted(2)[1:]
+        answer = await stream.read()
+        assert (list(answer.forward.result.tokens), answer.is_leaving) == (wanted(2)[1:], True)
         other = await refusal(rig.stub.Attach(attach_as("another", 2)))
         assert (other.code, other.reason) == (grpc.StatusCode.UNAVAILABLE, "WORKER_DRAINING")
         assert (await rig.stub.Attach(attach_as("ours", 2))).previous_epoch == 1
