@@ -201,6 +201,10 @@ class Fleet:
         """A replica has taken results: who waits may go where a place is free."""
         self._mover.relieve(replica)
 
+    def gives_up(self, replica: Replica) -> None:
+        """See ReplicaListener. A silent worker may be gone before its sequences had their grace."""
+        self._mover.evacuate(replica)
+
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """See ReplicaListener."""
         return self.roster.objection(replica, info)

@@ -119,6 +119,10 @@ class ReplicaListener(Protocol):
         """Its worker was attached or lost."""
         ...
 
+    def gives_up(self, replica: Replica) -> None:
+        """It has waited long enough for its worker: what stays with it now fails."""
+        ...
+
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """Why this worker can't serve beside those that do; None: it can."""
         ...
@@ -355,6 +359,7 @@ class Replica:
         """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
 
         def give_up() -> None:
+            self._listener.gives_up(self)
             if sequence_count := _sequence_count(self.stats()):
                 _logger.warning(
                     "requests given up: the worker stays away",
