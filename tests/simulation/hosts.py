@@ -68,11 +68,13 @@ class Host:
         gate.clear()
         self.silent_since = min(self.silent_since, now)
 
-    def speak(self, gate: asyncio.Event) -> None:
-        """It runs again, or what it says passes again."""
+    def speak(self, gate: asyncio.Event, now: float = math.inf) -> None:
+        """It runs again, or what it says passes again: and be it what it said before it hung."""
         gate.set()
         if self.running.is_set() and self.passing.is_set():
             self.silent_since = math.inf
+        elif self.passing.is_set():
+            self.silent_since = now
 
     def _reach(self, is_reachable: bool) -> None:
         self.is_reachable = is_reachable

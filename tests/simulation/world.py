@@ -106,6 +106,11 @@ class Plane:
     def leave(self, host: Host) -> None:
         self.rig.fleet.leave(self.of_host[host])
 
+    def claims(self, host: Host) -> bool:
+        """Whether a worker is this plane's: of a rival it hears only with its next step."""
+        core = self.of_host[host]._core
+        return core is not None and core.ledger.epoch == host.machine.epoch
+
     def could_serve(self, ask: Ask) -> bool:
         """Whether a worker is there that surely can go on with a request, to the same length."""
         played = self.world.scenario
@@ -249,10 +254,10 @@ class World:
                 self.loop.call_later(seconds, host.show)
             case events.Hang(_, seconds):
                 host.hush(host.running, self.loop.time())
-                self.loop.call_later(seconds, host.speak, host.running)
+                self.loop.call_later(seconds, self._speak, host, host.running)
             case events.Cut(_, seconds):
                 host.hush(host.passing, self.loop.time())
-                self.loop.call_later(seconds, host.speak, host.passing)
+                self.loop.call_later(seconds, self._speak, host, host.passing)
             case events.Slow(_, seconds, step_seconds):
                 host.extra_seconds = step_seconds
                 self.loop.call_later(seconds, setattr, host, "extra_seconds", 0.0)
@@ -266,6 +271,9 @@ class World:
                 if host not in self.leaving and len(self.hosts) - len(self.leaving) > 1:
                     self.leaving.add(host)
                     self.plane.leave(host)
+
+    def _speak(self, host: Host, gate: asyncio.Event) -> None:
+        host.speak(gate, self.loop.time())
 
     def _new_plane(self, overlap: float) -> None:
         old = self.plane
@@ -330,7 +338,7 @@ class World:
                 return
 
     def _request(self, ask: Ask, seen: Seen) -> Request:
-        """What is left of a request: its tokens so far are prompt to a control plane that is new."""
+        """What is left of a request: to a new control plane its tokens so far are prompt."""
         return request(
             f"r{ask.number}",
             (*ask.prompt, *seen.tokens),
@@ -400,7 +408,7 @@ class World:
                 self.outcome.counts["preemptions"] += stats.preemptions
                 self.outcome.counts["moves"] += stats.moved_in
         for host in self.hosts:
-            if host not in self.leaving:
+            if host not in self.leaving and plane.claims(host):
                 _require(not host.machine.rows, "an idle worker holds rows")
             self.outcome.counts["attaches"] += sum(c.attach_count for c in host.connections)
         for number, ask in self.outcome.asked.items():

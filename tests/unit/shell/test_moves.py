@@ -31,7 +31,7 @@ def member(number: int) -> Member:
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_nobody_comes_from_replicas_without_a_queue(count: int) -> None:
-    """Seed 36: of three replicas, one gave its last waiting sequence away, and all streams ended."""
+    """Seed 36: of three replicas, one gave away the last that waited, and all streams ended."""
     others = [member(number) for number in range(1, count + 1)]
     assert relief(member(0), others, may_cross=False) is None
 
