@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from control_plane.core import invariants
@@ -16,7 +17,7 @@ from control_plane.core.claim import ClaimPolicy
 from control_plane.core.errors import QueueFull
 from control_plane.core.events import Finish, FinishReason
 from control_plane.core.fleet import MemberState
-from control_plane.core.request import Request, RequestId
+from control_plane.core.request import Request, RequestId, Resumed
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import Replica, ReplicaSettings
@@ -338,16 +339,18 @@ class World:
                 return
 
     def _request(self, ask: Ask, seen: Seen) -> Request:
-        """What is left of a request: to a new control plane its tokens so far are prompt."""
-        return request(
+        """A request, with what it has generated already when the control plane is a new one."""
+        made = request(
             f"r{ask.number}",
-            (*ask.prompt, *seen.tokens),
-            ask.max_tokens - len(seen.tokens),
+            ask.prompt,
+            ask.max_tokens,
             arrival=self.loop.time() + self.ahead,
             seed=ask.seed,
             stop_token_ids=ask.stop_ids,
             priority=ask.priority,
         )
+        resumed = Resumed(array("I", seen.tokens)) if seen.tokens else None
+        return replace(made, resumed=resumed)
 
     def _can_serve(self, plane: Plane) -> bool:
         return any(
@@ -442,11 +445,11 @@ class World:
             case FinishReason.FAULT:
                 _require(ask.seed in self.poison, f"{name} is innocent")
         _require(length <= ask.max_tokens, f"{name} has too many tokens")
-        if not seen.resume_count:
-            usage = seen.finish.usage
-            _require(usage.completion_tokens == length, f"{name} counts {usage}")
-            _require(usage.prompt_tokens == len(ask.prompt), f"{name} counts {usage}")
-            _require(usage.cached_prompt_tokens < usage.prompt_tokens, f"{name} counts {usage}")
+        usage = seen.finish.usage
+        _require(usage.completion_tokens == length, f"{name} counts {usage}")
+        _require(usage.prompt_tokens == len(ask.prompt), f"{name} counts {usage}")
+        cached_most = usage.prompt_tokens - (not seen.resume_count)
+        _require(usage.cached_prompt_tokens <= cached_most, f"{name} counts {usage}")
 
 
 def _check_plane(plane: Plane) -> None:
