@@ -2,9 +2,9 @@
 
     python -m tests.mutation [NAME …] [--kind core|fleet] [--least 28] [--jobs 2]
 
-Each bug is planted in a copy of the tree. What tests there are run in it: of the core its unit
-tables and state machines, of the fleet those of the shell and the simulation, too. A run that fails, or does not end, has caught the bug. Exits with 1 when fewer are caught than
-asked for.
+Each bug is planted in a copy of the tree, and tests run in it: of the core its unit tables and its
+state machines, of the fleet those of the shell and the simulation, too. A run that fails, or does
+not end, has caught the bug. Exits with 1 when fewer of a kind are caught than asked for.
 """
 
 from __future__ import annotations

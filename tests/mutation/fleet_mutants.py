@@ -38,16 +38,14 @@ FLEET_MUTANTS = (
     Mutant(
         "crossing-untold",
         "scheduler.py",
-        "        sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0\n"
-        "        suspicion.meet",
-        "        suspicion.meet",
+        "arithmetic_changed and sequence.completion_count > 0\n        suspicion.meet",
+        "False\n        suspicion.meet",
     ),
     Mutant(
         "crossing-told-to-whoever-waits",
         "scheduler.py",
-        "        sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0\n"
-        "        suspicion.meet",
-        "        sequence.arithmetic_changed |= arithmetic_changed\n        suspicion.meet",
+        "arithmetic_changed and sequence.completion_count > 0\n        suspicion.meet",
+        "arithmetic_changed\n        suspicion.meet",
     ),
     # Where it should go.
     Mutant(
@@ -140,8 +138,8 @@ FLEET_MUTANTS = (
     Mutant(
         "goes-where-it-can-not",
         "fleet.py",
-        "        and succession.obstacle_of(sequence, before, after, may_cross=may_cross) is None\n",
-        "",
+        "succession.obstacle_of(sequence, before, after, may_cross=may_cross) is None",
+        "after is not None",
     ),
     Mutant("lost-before-attached", "placement.py", "            not load.attached,\n", ""),
     Mutant("queues-where-it-could-start", "placement.py", "            not load.starts,\n", ""),
@@ -198,9 +196,8 @@ FLEET_MUTANTS = (
     Mutant(
         "queue-relieved-by-one",
         "moves.py",
-        "                while (move := relief(other, [own], may_cross=self._may_cross)) is not None:\n"
-        "                    self._move(move)\n",
-        "                pass\n",
+        "            if other.is_present:\n",
+        "            if not other:\n",
         "shell",
     ),
     Mutant("target-sleeps", "replica.py", "        other._pipeline.wake()\n", "", "shell"),
