@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import cycle
 from pathlib import Path
 
 import psutil
@@ -88,19 +89,23 @@ async def disturb(trial: str, stack: Stack, worker: WorkerProcess, rng: random.R
 
 
 async def run_trial(
-    trial: str, stack: Stack, made: list[WorkerProcess], streams: int, times: int, tokens: int,
-    seed: int,
-) -> Report:  # fmt: skip
+    trial: str, stack: Stack, made: list[WorkerProcess], options: argparse.Namespace
+) -> Report:
     """One trial, from idle to idle."""
-    rng = random.Random(f"{trial} {seed}")
-    asking = await cases(stack, streams, tokens)
+    rng = random.Random(f"{trial} {options.seed}")
+    asking = await cases(stack, options.streams, options.tokens)
     before, task_count = stack.held(), task_count_of_control_plane()
     report = Report(trial)
     if trial == "cancel":
-        await cancel_many(stack, report, rng, times, tokens)
+        is_over = asyncio.Event()
+        moving = asyncio.create_task(keep_killing(stack, made, is_over))
+        await cancel_many(stack, report, rng, options.times, options.tokens)
+        is_over.set()
+        await moving
+        await stack.attached()
     else:
         load = Load(stack, asking)
-        for number in range(times):
+        for number in range(options.times):
             await asyncio.sleep(rng.uniform(0.1, 1.0))
             index = number % len(made)
             victims = stack.victims(index)
@@ -120,6 +125,15 @@ async def run_trial(
         report.exit_codes = [code for worker in made for code in worker.exit_codes]
     report.idle_again_seconds = round(await stack.idle_again(before, task_count), 3)
     return report
+
+
+async def keep_killing(stack: Stack, made: list[WorkerProcess], is_over: asyncio.Event) -> None:
+    """So that there are moves to cancel in: kills one worker after the other."""
+    for worker in cycle(made):
+        if is_over.is_set():
+            return
+        await stack.attached()
+        await disturb("kill", stack, worker, random.Random(0))
 
 
 async def cancel_many(
@@ -155,12 +169,11 @@ async def run(options: argparse.Namespace) -> list[Report]:
             if not options.model:
                 model, flags = write_tiny_model(folder / "model"), list(SIMULATED)
             flags = [f"--model={model}", *flags]
-            async with workers(folder, options.replicas, flags) as made:
-                async with control_plane(model, [worker.address for worker in made]) as stack:
-                    report = await run_trial(
-                        trial, stack, made, options.streams, options.times, options.tokens,
-                        options.seed,
-                    )  # fmt: skip
+            async with (
+                workers(folder, options.replicas, flags) as made,
+                control_plane(model, [worker.address for worker in made]) as stack,
+            ):
+                report = await run_trial(trial, stack, made, options)
         report.orphan_count = sum(
             "worker" in child.cmdline() for child in psutil.Process().children(recursive=True)
         )

