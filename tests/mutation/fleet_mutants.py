@@ -204,8 +204,8 @@ FLEET_MUTANTS = (
     Mutant(
         "gives-up-before-it-moves",
         "replica.py",
-        "            self._listener.gives_up(self)\n",
-        "",
+        "            self._listener.evacuate(self)\n            if sequence_count",
+        "            if sequence_count",
         "shell",
     ),
     Mutant(
