@@ -132,9 +132,7 @@ class Run:
     ) -> None:  # fmt: skip
         version = WeightVersion(1, "w")
         self._replicas = [
-            Simulated(
-                Member(number, Scheduler(CONFIG, 1, version), _TRAITS, MemberState.ATTACHED)
-            )
+            Simulated(Member(number, Scheduler(CONFIG, 1, version), _TRAITS, MemberState.ATTACHED))
             for number in range(replica_count)
         ]
         self._members = [replica.member for replica in self._replicas]

@@ -17,7 +17,6 @@ from control_plane.core.request import (
     Request,
     RequestId,
     SamplingParams,
-    SequenceId,
     StopConditions,
 )
 
@@ -67,7 +66,9 @@ class Conversation:
         """The next question, with all that was said before."""
         rng = self.rng
         self.turns_left -= 1
-        self.log.extend(rng.randrange(_VOCABULARY) for _ in range(rng.randint(*self.shape.question)))
+        self.log.extend(
+            rng.randrange(_VOCABULARY) for _ in range(rng.randint(*self.shape.question))
+        )
         self.answer_count = rng.randint(*self.shape.answer)
         return Request(
             request_id=RequestId(str(number)),

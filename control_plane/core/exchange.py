@@ -14,7 +14,8 @@ class Exchange:
 
     `member_of` gives a replica as it is now, by its number; None: it is gone. A replica is noted
     whenever it may have got a queue or a free place: when it was given a sequence, and before each
-    of its plans. So whoever has one is known; that some have none any more is found out by looking.
+    of its plans. So whoever has one is known, but for those that its last plan preempted; that some
+    have none any more is found out by looking.
     """
 
     def __init__(self, member_of: Callable[[int], Member | None], *, may_cross: bool) -> None:
@@ -32,29 +33,36 @@ class Exchange:
             self._free[member.number] = None
 
     def moves(self, member: Member) -> Iterator[Move]:
-        """What should move now that this replica has taken a turn.
+        """What should move now that this replica takes a turn.
 
-        Each move is to be made before the next is asked for.
+        Each move is to be made before the next is asked for. Both its replicas are noted.
         """
         self.note(member)
-        if self._queued and member.has_free_place:
-            queued = [
-                other for other in self._looked_up(self._queued) if other.core.ledger.waiting
-            ]
-            self._queued = dict.fromkeys(other.number for other in queued)
-            while (move := relief(member, queued, may_cross=self._may_cross)) is not None:
-                yield move
-                self.note(member)
-        if self._free and member.core.ledger.waiting:
-            free = [other for other in self._looked_up(self._free) if other.has_free_place]
-            self._free = dict.fromkeys(other.number for other in free)
-            for other in free:
-                while (move := relief(other, [member], may_cross=self._may_cross)) is not None:
-                    yield move
+        while (move := self._next(member)) is not None:
+            yield move
+            for number in (move.source, move.target):
+                if (other := self._member_of(number)) is not None:
                     self.note(other)
 
-    def _looked_up(self, numbers: dict[int, None]) -> Iterator[Member]:
-        for number in numbers:
+    def _next(self, member: Member) -> Move | None:
+        """Who waits here goes first: that may make room for others."""
+        if self._free and not member.queue_moves:
+            for other in self._still(self._free, lambda other: other.has_free_place):
+                move = relief(other, [member], may_cross=self._may_cross)
+                if move is not None:
+                    return move
+        if self._queued and member.has_free_place:
+            queued = self._still(self._queued, lambda other: bool(other.core.ledger.waiting))
+            return relief(member, queued, may_cross=self._may_cross)
+        return None
+
+    def _still(self, numbers: dict[int, None], holds: Callable[[Member], bool]) -> list[Member]:
+        """Of whom it still holds; the others are forgotten."""
+        found = []
+        for number in list(numbers):
             member = self._member_of(number)
-            if member is not None:
-                yield member
+            if member is not None and holds(member):
+                found.append(member)
+            else:
+                del numbers[number]
+        return found

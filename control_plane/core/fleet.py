@@ -74,9 +74,18 @@ class Member:
         """Whether rows are free, and nobody is on trial."""
         return bool(self.core.ledger.free_rows) and not self.core.ledger.suspects
 
-    def has_blocks(self, token_count: int) -> bool:
-        """Whether blocks are free for a sequence of so many tokens."""
-        return self.core.ledger.can_start(token_count, [])
+    @property
+    def queue_moves(self) -> bool:
+        """Whether the first that waits finds a row and blocks with the next plan, or nobody waits.
+
+        That its prompt may be cached is not counted on.
+        """
+        waiting = self.core.ledger.waiting
+        return not waiting or (
+            self.is_present
+            and self.is_open
+            and self.core.ledger.can_start(len(waiting.first.token_ids), [])
+        )
 
     @property
     def has_free_place(self) -> bool:
@@ -86,14 +95,23 @@ class Member:
             len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects and self.is_present
         )
 
-    def would_start(self, token_count: int, hits: list[BlockId]) -> bool:
-        """Whether a sequence that came now would start with the next plan, as those that wait do.
+    def has_place_for(self, token_count: int, hits: list[BlockId]) -> bool:
+        """Whether a row and blocks are left for a sequence that came now, behind those that wait.
 
         It has so many tokens, and these cached blocks. Of those that wait, no cached ones count.
         """
         ledger = self.core.ledger
         waiting = ledger.waiting.prompt_token_count + len(ledger.waiting) * ledger.config.block_size
         return self.has_free_place and ledger.can_start(waiting + token_count, hits)
+
+    def would_start(self, token_count: int) -> bool:
+        """Whether the next plan would begin with a sequence that came now: the plan has room, too.
+
+        That its prompt may be cached is not counted on.
+        """
+        ledger = self.core.ledger
+        planned = ledger.backlog_token_count + len(ledger.running)
+        return planned < ledger.config.max_step_token_count and self.has_place_for(token_count, [])
 
     def load(self, token_count: int, hashes: list[bytes], lead: int = 0) -> Load:
         """How it looks to a sequence of so many tokens, whose prompt has these block hashes."""
@@ -102,7 +120,7 @@ class Member:
         return Load(
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
-            starts=self.would_start(token_count, hits),
+            starts=self.has_place_for(token_count, hits),
             backlog_token_count=ledger.backlog_token_count,
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
@@ -201,18 +219,14 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
         first = _first_to_go(member, idle, may_cross=may_cross)
         if first is not None and (best is None or first.rank < best[0].rank):
             best = first, member
-    if best is None or not idle.would_start(len(best[0].token_ids), []):
+    if best is None or not idle.would_start(len(best[0].token_ids)):
         return None
     return Move(best[0].sequence_id, best[1].number, idle.number)
 
 
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
     """The first of a queue that can go elsewhere. None when the queue moves by itself."""
-    if not source.core.ledger.waiting:
-        return None
-    first = source.core.ledger.waiting.first
-    attached = source.state is MemberState.ATTACHED
-    if attached and source.is_open and source.has_blocks(len(first.token_ids)):
+    if source.queue_moves:
         return None
     for sequence in source.core.ledger.waiting:
         if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:
