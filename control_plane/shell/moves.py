@@ -88,7 +88,7 @@ class Mover:
 
     def relieve(self, replica: Replica) -> None:
         """Who waits here goes where a place is free, and who waits elsewhere comes here."""
-        if len(self._roster.replicas) > 1 and (own := replica.member()) is not None:
+        if len(self._roster) > 1 and (own := replica.member()) is not None:
             for move in self._exchange.moves(own):
                 self._move(move)
 

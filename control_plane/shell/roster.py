@@ -36,6 +36,9 @@ class Roster:
         """All of them, in the order in which they were added."""
         return list(self._by_number.values())
 
+    def __len__(self) -> int:
+        return len(self._by_number)
+
     def members(self) -> list[Member]:
         """Of all replicas that had a worker once."""
         return [member for replica in self.replicas if (member := replica.member()) is not None]
