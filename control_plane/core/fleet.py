@@ -82,7 +82,7 @@ class Member:
         """
         waiting = self.core.ledger.waiting
         return not waiting or (
-            self.is_present
+            self.state is MemberState.ATTACHED
             and self.is_open
             and self.core.ledger.can_start(len(waiting.first.token_ids), [])
         )
@@ -91,9 +91,8 @@ class Member:
     def has_free_place(self) -> bool:
         """Whether a row is left for a sequence that came now, behind those that wait."""
         ledger = self.core.ledger
-        return (
-            len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects and self.is_present
-        )
+        free = len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects
+        return free and self.state is MemberState.ATTACHED
 
     def has_place_for(self, token_count: int, hits: list[BlockId]) -> bool:
         """Whether a row and blocks are left for a sequence that came now, behind those that wait.
