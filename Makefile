@@ -35,7 +35,7 @@ QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu' --durations=8
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation firstday restarts
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation simulate chaos firstday restarts
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -94,6 +94,12 @@ exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 
 mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
 	$(BIN)/python -m tests.mutation $(ARGS)
+
+simulate: $(STUBS)  ## simulate whole systems that lose workers, a seed each; ARGS='--seeds 10000' or '--minutes 60'
+	$(BIN)/python -m tests.simulation $(ARGS)
+
+chaos: $(STUBS)  ## kill, stop, cut off and restart real workers under load, 200 times: 20 minutes
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes
 	$(BIN)/python -m tests.first_day $(ARGS)

@@ -44,6 +44,8 @@ BENCHMARKS = (
     Benchmark("prefill", has_peers=True, serves_vllm=True),
     Benchmark("scheduler_cost", has_peers=True),
     Benchmark("control_cost"),
+    Benchmark("fleet_cost"),
+    Benchmark("placement"),
     Benchmark("stream_fanout"),
     Benchmark("refusals"),
     Benchmark("split_cost"),

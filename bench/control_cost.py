@@ -49,7 +49,8 @@ class Samples:
 class EchoWorker:
     """Answers each plan at once with a token for every row that reaches its end."""
 
-    def __init__(self, rows: int, length: int, samples: Samples) -> None:
+    def __init__(self, rows: int, length: int, samples: Samples, name: str = "echo") -> None:
+        self._name = name
         self._rows = rows
         self._length = length
         self._samples = samples
@@ -62,8 +63,8 @@ class EchoWorker:
     async def attach(self, epoch: int | None = None) -> Attachment:
         blocks = self._rows * (self._length // BLOCK_SIZE + 2) + 1
         info = WorkerInfo(
-            worker_id="echo",
-            incarnation_id="1",
+            worker_id=self._name,
+            incarnation_id=self._name,
             epoch=1,
             model_name="echo",
             vocabulary_size=VOCABULARY,

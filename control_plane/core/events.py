@@ -74,6 +74,11 @@ class Counters:
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
 
+    @property
+    def computed_tokens(self) -> int:
+        """All that the worker was given to compute, roughly: a row's last token is never."""
+        return self.prompt_tokens + self.recomputed_tokens + self.generated_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Stats:

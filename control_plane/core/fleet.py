@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from control_plane.core import placement, succession
-from control_plane.core.placement import Load
+from control_plane.core.placement import Leads, Load
+from control_plane.core.plan import BlockId
 from control_plane.core.request import Origin, Request, SequenceId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.sequence import Sequence
@@ -40,6 +41,11 @@ class MemberState(Enum):
 _PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT)
 _TAKING = (*_PRESENT, MemberState.LOST, MemberState.DRAINING)
 """The last two, because a worker may be back soon. They come last."""
+_REACH = 2
+"""Sequences of the greatest length that a replica may be ahead or behind: more than any one prefix
+saves, so that no prefix is too long to spread."""
+_SLACK_PART = 8
+"""Which part of such a sequence is no lead to speak of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +74,57 @@ class Member:
         """Whether rows are free, and nobody is on trial."""
         return bool(self.core.ledger.free_rows) and not self.core.ledger.suspects
 
-    def has_blocks(self, token_count: int) -> bool:
-        """Whether blocks are free for a sequence of so many tokens."""
-        return self.core.ledger.can_start(token_count, [])
+    @property
+    def queue_moves(self) -> bool:
+        """Whether the first that waits finds a row and blocks with the next plan, or nobody waits.
+
+        That its prompt may be cached is not counted on.
+        """
+        waiting = self.core.ledger.waiting
+        return not waiting or (
+            self.state is MemberState.ATTACHED
+            and self.is_open
+            and self.core.ledger.can_start(len(waiting.first.token_ids), [])
+        )
 
     @property
     def has_free_place(self) -> bool:
-        """Whether a sequence that came now might start with the next plan."""
-        attached = self.state is MemberState.ATTACHED
-        return attached and self.is_open and not self.core.ledger.waiting
+        """Whether a row is left for a sequence that came now, behind those that wait."""
+        ledger = self.core.ledger
+        free = len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects
+        return free and self.state is MemberState.ATTACHED
+
+    def has_place_for(self, token_count: int, hits: list[BlockId]) -> bool:
+        """Whether a row and blocks are left for a sequence that came now, behind those that wait.
+
+        It has so many tokens, and these cached blocks. Of those that wait, no cached ones count.
+        """
+        ledger = self.core.ledger
+        waiting = ledger.waiting.prompt_token_count + len(ledger.waiting) * ledger.config.block_size
+        return self.has_free_place and ledger.can_start(waiting + token_count, hits)
 
     def would_start(self, token_count: int) -> bool:
-        """Whether a sequence of so many tokens that came now would start with the next plan."""
-        return self.has_free_place and self.has_blocks(token_count)
+        """Whether the next plan would begin with a sequence that came now: the plan has room, too.
 
-    def load(self, token_count: int, hashes: list[bytes]) -> Load:
+        That its prompt may be cached is not counted on.
+        """
+        ledger = self.core.ledger
+        planned = ledger.backlog_token_count + len(ledger.running)
+        return planned < ledger.config.max_step_token_count and self.has_place_for(token_count, [])
+
+    def load(self, token_count: int, hashes: list[bytes], lead: int = 0) -> Load:
         """How it looks to a sequence of so many tokens, whose prompt has these block hashes."""
         ledger = self.core.ledger
+        hits = ledger.cache.find(hashes)
         return Load(
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
-            starts=self.would_start(token_count),
-            waiting_token_count=ledger.waiting.prompt_token_count,
+            starts=self.has_place_for(token_count, hits),
+            backlog_token_count=ledger.backlog_token_count,
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
-            cached_token_count=ledger.cache.count_hits(hashes) * ledger.config.block_size,
+            cached_token_count=len(hits) * ledger.config.block_size,
+            lead_token_count=lead,
         )
 
 
@@ -105,11 +137,11 @@ class Move:
     target: int
 
 
-def places(members: Iterable[Member], request: Request) -> list[Member]:
+def places(members: Iterable[Member], request: Request, leads: Leads) -> list[Member]:
     """The replicas that might take a new request, the best first.
 
     Those that would cut it short come last, however full the others are. One that has tokens goes
-    where they go on as they began, if there is such a place.
+    where they go on as they began, if there is such a place. `leads` is brought up to date.
     """
     taking = {member.number: member for member in members if member.takes_new}
     if len(taking) < 2:
@@ -122,8 +154,16 @@ def places(members: Iterable[Member], request: Request) -> list[Member]:
         origin = request.resumed.origin
     longest = max(member.traits.max_sequence_token_count for member in taking.values())
     hashes = _Hashes(tokens, request.cache_salt)
+    computed = {
+        number: member.core.ledger.counters.computed_tokens for number, member in taking.items()
+    }
+    lead = leads.update(computed, reach=_REACH * longest)
     ordered = placement.order(
-        [member.load(len(tokens), hashes.of(member)) for member in taking.values()]
+        [
+            member.load(len(tokens), hashes.of(member), lead[number])
+            for number, member in taking.items()
+        ],
+        slack=longest // _SLACK_PART,
     )
     found = [taking[number] for number in ordered]
     wanted = min(length, longest)
@@ -173,7 +213,7 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
         return None
     best: tuple[Sequence, Member] | None = None
     for member in queued:
-        if member is idle:
+        if member is idle or not member.core.ledger.waiting:
             continue
         first = _first_to_go(member, idle, may_cross=may_cross)
         if first is not None and (best is None or first.rank < best[0].rank):
@@ -185,11 +225,7 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
 
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
     """The first of a queue that can go elsewhere. None when the queue moves by itself."""
-    if not source.core.ledger.waiting:
-        return None
-    first = source.core.ledger.waiting.first
-    attached = source.state is MemberState.ATTACHED
-    if attached and source.is_open and source.has_blocks(len(first.token_ids)):
+    if source.queue_moves:
         return None
     for sequence in source.core.ledger.waiting:
         if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:

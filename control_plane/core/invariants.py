@@ -133,6 +133,8 @@ def _check_counters(scheduler: Scheduler) -> None:
     waiting = scheduler.ledger.waiting
     prompts = sum(sequence.prompt_count for sequence in waiting)
     assert waiting.prompt_token_count == prompts, "waiting prompts miscounted"
+    missing = sum(sequence.missing for sequence in waiting)
+    assert waiting.missing_token_count == missing, "what is missing changed in the queue"
     tokens = stats.kv_active_tokens + stats.kv_cached_tokens + stats.kv_free_tokens
     assert tokens == config.usable_block_count * config.block_size, "KV tokens lost"
     progress = sum(

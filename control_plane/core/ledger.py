@@ -109,6 +109,19 @@ class Ledger:
     def waiting_count(self) -> int:
         return len(self.waiting) + len(self.parked)
 
+    @property
+    def backlog_token_count(self) -> int:
+        """Tokens of logs that are still to be computed, of those that wait and of those that run.
+
+        Who began to run last ranks last, mostly: the rest is not looked through.
+        """
+        count = self.waiting.missing_token_count
+        for sequence in reversed(self.running.items):
+            if sequence.caught_up:
+                break
+            count += max(0, len(sequence.token_ids) - sequence.computed)
+        return count
+
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
     ) -> None:
@@ -134,7 +147,7 @@ class Ledger:
             sequence.arithmetic_changed = resumed.origin.arithmetic_changed
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
-        self.waiting.add(sequence)
+        self._queue(sequence)
         self.tell(sequence, "submitted")
 
     def withdraw(self, sequence: Sequence) -> Sequence:
@@ -153,7 +166,7 @@ class Ledger:
         self.counters.moved_in += 1
         self.sequences[sequence.sequence_id] = sequence
         self.fit(sequence)
-        self.waiting.add(sequence)
+        self._queue(sequence)
         self.tell(sequence, "moved here")
 
     def fit(self, sequence: Sequence) -> None:
@@ -201,7 +214,7 @@ class Ledger:
         if sequence.held:
             self.ready[sequence.sequence_id] = sequence
         elif self.parked.pop(sequence.sequence_id, None) is not None:
-            self.waiting.add(sequence)
+            self._queue(sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """The next step holds a sequence. Which tokens are allowed may be known already."""
@@ -225,7 +238,7 @@ class Ledger:
         if parks:
             self.parked[sequence.sequence_id] = sequence
         else:
-            self.waiting.add(sequence)
+            self._queue(sequence)
         self.counters.preemptions += 1
         self.tell(sequence, "preempted")
 
@@ -274,9 +287,11 @@ class Ledger:
         while self.running:
             sequence = self.running.last
             self._vacate(sequence, SequenceState.WAITING)
+            sequence.missing = len(sequence.token_ids)
             self.waiting.add(sequence)
             self.tell(sequence, "lost its worker")
         for sequence in self.parked.values():
+            sequence.missing = len(sequence.token_ids)
             self.waiting.add(sequence)
         self.parked.clear()
         for sequence in self.waiting:
@@ -284,6 +299,12 @@ class Ledger:
 
     def tell(self, sequence: Sequence, event: str) -> None:
         self.story.tell(sequence.sequence_id, self.last_step_id, event)
+
+    def _queue(self, sequence: Sequence) -> None:
+        """A sequence waits. Its hits are looked up now: the memo of its hashes is used again."""
+        hits = len(self.cache.lookup(sequence)) * self.config.block_size
+        sequence.missing = len(sequence.token_ids) - hits
+        self.waiting.add(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """A live sequence is no longer here; what it computed stays cached."""

@@ -59,7 +59,7 @@ class PrefixCache:
         return hits
 
     def hashes(self, token_ids: array[int], salt: str) -> list[bytes]:
-        """The hashes of a prompt's full blocks, its last token left out, for `count_hits`.
+        """The hashes of a prompt's full blocks, its last token left out, for `find`.
 
         At most the first _MOST_COMPARED_BLOCKS: what is equal so far is worth finding.
         """
@@ -72,12 +72,15 @@ class PrefixCache:
                 hashes.append(parent)
         return hashes
 
-    def count_hits(self, hashes: list[bytes]) -> int:
-        """How many of a prompt's leading blocks are cached."""
-        for count, block_hash in enumerate(hashes):
-            if block_hash not in self._block_of:
-                return count
-        return len(hashes)
+    def find(self, hashes: list[bytes]) -> list[BlockId]:
+        """The blocks that hold a prompt's leading blocks, as far as they are cached."""
+        hits: list[BlockId] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
 
     def register(self, sequence: Sequence) -> None:
         """Offers the sequence's full, known and computed blocks that were not offered before.

@@ -23,6 +23,8 @@ class RankedList:
         """Sorted; for reading only."""
         self.prompt_token_count = 0
         """Of all of them."""
+        self.missing_token_count = 0
+        """Of all of them, as each was when it was added."""
 
     def __len__(self) -> int:
         return len(self.items)
@@ -33,6 +35,7 @@ class RankedList:
     def add(self, sequence: Sequence) -> None:
         insort(self.items, sequence, key=_rank)
         self.prompt_token_count += sequence.prompt_count
+        self.missing_token_count += sequence.missing
 
     def remove(self, sequence: Sequence) -> None:
         """Takes out a sequence that is there."""
@@ -41,6 +44,7 @@ class RankedList:
         assert self.items[index] is sequence, "not in the list"
         del self.items[index]
         self.prompt_token_count -= sequence.prompt_count
+        self.missing_token_count -= sequence.missing
 
     def reorder(self) -> None:
         """Sorts again, after ranks have changed."""

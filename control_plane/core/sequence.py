@@ -83,6 +83,8 @@ class Sequence:
 
     block_hashes: list[bytes] = field(default_factory=list)
     """Of the leading full blocks, as far as anybody asked."""
+    missing: int = 0
+    """Tokens that were not in the prefix cache when it began to wait. Constant while it waits."""
     registered: int = 0
     """Leading `blocks` that were hits or were offered to the prefix cache."""
     furthest: int = 0

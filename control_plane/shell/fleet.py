@@ -17,6 +17,7 @@ from control_plane.core.claim import Jitter
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason
 from control_plane.core.fleet import MemberState, places
+from control_plane.core.placement import Leads
 from control_plane.core.request import Request, RequestId, SequenceId
 from control_plane.shell.engine import (
     CannotResume,
@@ -72,6 +73,7 @@ class Fleet:
         self._was_ready = False
         self._sequence_ids = map(SequenceId, count(1))
         self.register = SequenceRegister(clock, metrics)
+        self._leads = Leads()
         self._reserved_count = 0
         """Places of requests that are on their way."""
         self.roster = Roster(self._tell_readiness)
@@ -227,7 +229,7 @@ class Fleet:
     def _place(self, sequence_id: SequenceId, request: Request, stream: TokenStream) -> Replica:
         """Adds a sequence to the first replica, best first, that takes it."""
         refusal: Exception = EngineLost("no worker is attached")
-        for attempt, member in enumerate(places(self.roster.members(), request)):
+        for attempt, member in enumerate(places(self.roster.members(), request, self._leads)):
             replica = self.roster.numbered(member.number)
             try:
                 replica.add(sequence_id, request, stream.scanner)
@@ -235,6 +237,7 @@ class Fleet:
                 if attempt == 0 or isinstance(refusal, CannotResume):
                     refusal = error
             else:
+                self._mover.placed(replica)
                 return replica
         if isinstance(refusal, CannotResume) and not all(r.attached for r in self.replicas):
             raise EngineLost("no worker is attached that could go on with these tokens")

@@ -8,7 +8,8 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from control_plane.core.fleet import MemberState, Move, evacuation, relief
+from control_plane.core.exchange import Exchange
+from control_plane.core.fleet import MemberState, Move, evacuation
 from control_plane.core.request import SequenceId
 from control_plane.shell.replica import Replica
 from control_plane.shell.roster import Roster
@@ -34,6 +35,7 @@ class Mover:
         self._roster = roster
         self._on_move = on_move
         self._may_cross = may_cross
+        self._exchange = Exchange(roster.member, may_cross=may_cross)
         self._graces: dict[Replica, asyncio.TimerHandle] = {}
         """Of lost replicas whose sequences are still with them."""
 
@@ -51,6 +53,7 @@ class Mover:
         """
         if (grace := self._graces.pop(replica, None)) is not None:
             grace.cancel()
+        self.placed(replica)
         if replica.attached:
             for other in self._roster.replicas:
                 if other.state in _AWAY and other not in self._graces:
@@ -78,26 +81,16 @@ class Mover:
                 ),
             )
 
+    def placed(self, replica: Replica) -> None:
+        """A replica was given a sequence, or may take some."""
+        if (member := replica.member()) is not None:
+            self._exchange.note(member)
+
     def relieve(self, replica: Replica) -> None:
         """Who waits here goes where a place is free, and who waits elsewhere comes here."""
-        if len(self._roster.replicas) == 1:
-            return
-        own = replica.member()
-        if own is None or not own.is_present:
-            return
-        waits = bool(own.core.ledger.waiting)
-        if not waits and not own.has_free_place:
-            return
-        others = [member for member in self._roster.members() if member.number != own.number]
-        if not waits:
-            queued = [member for member in others if member.core.ledger.waiting]
-            while (move := relief(own, queued, may_cross=self._may_cross)) is not None:
+        if len(self._roster) > 1 and (own := replica.member()) is not None:
+            for move in self._exchange.moves(own):
                 self._move(move)
-            return
-        for other in others:
-            if other.is_present:
-                while (move := relief(other, [own], may_cross=self._may_cross)) is not None:
-                    self._move(move)
 
     def _grace_ends(self, replica: Replica) -> None:
         del self._graces[replica]
@@ -107,3 +100,4 @@ class Mover:
         target = self._roster.numbered(move.target)
         self._roster.numbered(move.source).give(move.sequence_id, target)
         self._on_move(move.sequence_id, target)
+        self.placed(target)

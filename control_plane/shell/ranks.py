@@ -176,7 +176,8 @@ def agreed(seats: Sequence[Seat], results: Sequence[StepResult], answer: int) ->
             raise RanksDiverged(
                 f"{seat} has applied something else than {seats[answer]} in step {wanted.step_id}"
             )
-    return wanted
+    # A replica ends with the first of its ranks.
+    return replace(wanted, is_leaving=any(result.is_leaving for result in results))
 
 
 def _sizes(info: WorkerInfo) -> str:

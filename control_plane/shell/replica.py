@@ -348,6 +348,7 @@ class Replica:
         """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
 
         def give_up() -> None:
+            self._listener.evacuate(self)
             if sequence_count := _sequence_count(self.stats()):
                 _logger.warning(
                     "requests given up: the worker stays away",
@@ -357,7 +358,6 @@ class Replica:
                         lost_seconds=round(self.lost_seconds, 1),
                     ),
                 )
-            self._listener.evacuate(self)
             self._register.fail(self, "the worker is gone")
 
         return await in_patience(waiting, self._claim.patience_left(self._clock()), give_up)

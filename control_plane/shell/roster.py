@@ -19,7 +19,7 @@ class Roster:
     """
 
     def __init__(self, on_gone: Callable[[], None]) -> None:
-        self.replicas: list[Replica] = []
+        self._by_number: dict[int, Replica] = {}
         self._on_gone = on_gone
         self._numbers = count()
         self._joined = asyncio.Event()
@@ -27,9 +27,17 @@ class Roster:
     def add(self, make: Callable[[int], Replica]) -> Replica:
         """Adds the replica that `make` makes for a new number. It runs while `run` does."""
         replica = make(next(self._numbers))
-        self.replicas.append(replica)
+        self._by_number[replica.number] = replica
         self._joined.set()
         return replica
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them, in the order in which they were added."""
+        return list(self._by_number.values())
+
+    def __len__(self) -> int:
+        return len(self._by_number)
 
     def members(self) -> list[Member]:
         """Of all replicas that had a worker once."""
@@ -37,7 +45,12 @@ class Roster:
 
     def numbered(self, number: int) -> Replica:
         """The replica of a number."""
-        return next(replica for replica in self.replicas if replica.number == number)
+        return self._by_number[number]
+
+    def member(self, number: int) -> Member | None:
+        """A replica as the core sees it; None when it has left or never had a worker."""
+        replica = self._by_number.get(number)
+        return None if replica is None else replica.member()
 
     def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
         """Why a worker can't serve beside those that are attached; None: it can."""
@@ -74,7 +87,7 @@ class Roster:
                     if task is not joined:
                         replica = tasks.pop(task)
                         task.result()
-                        self.replicas.remove(replica)
+                        del self._by_number[replica.number]
                         self._on_gone()
         finally:
             for task in (*tasks, joined):

@@ -1,10 +1,10 @@
-"""Plants bugs in the control core, one at a time, and says which of them its tests catch.
+"""Plants bugs in the control plane, one at a time, and says which of them its tests catch.
 
-    python -m tests.mutation [NAME …] [--least 28] [--jobs 2]
+    python -m tests.mutation [NAME …] [--kind core|fleet] [--least 28] [--jobs 2]
 
-Each bug is planted in a copy of the tree, in which the core's unit tables and its state machines
-run. A run that fails, or does not end, has caught the bug. Exits with 1 when fewer are caught than
-asked for.
+Each bug is planted in a copy of the tree, and tests run in it: of the core its unit tables and its
+state machines, of the fleet those of the shell and the simulation, too. A run that fails, or does
+not end, has caught the bug. Exits with 1 when fewer of a kind are caught than asked for.
 """
 
 from __future__ import annotations
@@ -19,20 +19,30 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tests.mutation.fleet_mutants import FLEET_MUTANTS
 from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("control_plane", "twinplane", "tests", "pyproject.toml")
 # The tables first: they take seconds and catch the most.
-SUITES = (("tests/unit/core",), ("tests/property",))
+_SHELL = [f"tests/unit/shell/test_{name}.py" for name in ("moves", "two_replicas", "fleet")]
+SUITES = {
+    "core": (("tests/unit/core",), ("tests/property",)),
+    "fleet": (
+        ("tests/unit/core/test_fleet_decisions.py", *_SHELL, "-m", "not slow"),
+        ("tests/simulation/test_chaos.py", "-k", "chaos_loses", "-m", "not slow"),
+        ("tests/property/test_fleet_machine.py", "--hypothesis-profile=quick"),
+        ("tests/simulation", "tests/unit/core", "tests/unit/shell", "-m", "not slow"),
+    ),
+}
 SUITE_SECONDS = 240.0
 
 
-def caught_by(mutant: Mutant, tree: Path) -> str | None:
+def caught_by(mutant: Mutant, tree: Path, kind: str) -> str | None:
     """The suite that notices the planted bug; None when all pass."""
     mutant.plant(tree)
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    for suite in SUITES:
+    for suite in SUITES[kind]:
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *suite]
         try:
             run = subprocess.run(
@@ -47,7 +57,7 @@ def caught_by(mutant: Mutant, tree: Path) -> str | None:
     return None
 
 
-def judge(mutant: Mutant) -> bool:
+def judge(mutant: Mutant, kind: str) -> bool:
     """Plants one bug in a copy of its own and prints the outcome."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="twinplane-mutant-") as folder:
@@ -58,7 +68,7 @@ def judge(mutant: Mutant) -> bool:
                 shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copy(source, tree / name)
-        suite = caught_by(mutant, tree)
+        suite = caught_by(mutant, tree, kind)
     outcome = f"caught by {suite}" if suite else "NOT CAUGHT"
     print(f"{mutant.name}: {outcome} ({time.monotonic() - started:.0f} s)", flush=True)
     return suite is not None
@@ -67,14 +77,22 @@ def judge(mutant: Mutant) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", help="these only")
-    parser.add_argument("--least", type=int, default=28, help="how many have to be caught")
+    parser.add_argument("--kind", choices=("core", "fleet"), help="without: both")
+    parser.add_argument(
+        "--least", type=int, default=28, help="how many of a kind have to be caught"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    chosen = [m for m in MUTANTS if not options.names or m.name in options.names]
-    with ThreadPoolExecutor(options.jobs) as pool:
-        caught = sum(pool.map(judge, chosen))
-    print(f"{caught} of {len(chosen)} planted bugs were caught")
-    return 0 if caught >= min(options.least, len(chosen)) else 1
+    enough = True
+    for kind, mutants in {"core": MUTANTS, "fleet": FLEET_MUTANTS}.items():
+        chosen = [m for m in mutants if not options.names or m.name in options.names]
+        if not chosen or options.kind not in (None, kind):
+            continue
+        with ThreadPoolExecutor(options.jobs) as pool:
+            caught = sum(pool.map(lambda mutant, kind=kind: judge(mutant, kind), chosen))
+        print(f"{kind}: {caught} of {len(chosen)} planted bugs were caught")
+        enough &= caught >= min(options.least, len(chosen))
+    return 0 if enough else 1
 
 
 if __name__ == "__main__":

@@ -5,21 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-CORE = Path("control_plane/core")
+PLANE = Path("control_plane")
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """`old`, which stands once in `file` of the core, becomes `new`."""
+    """`old`, which stands once in `file` of a package of the control plane, becomes `new`."""
 
     name: str
     file: str
     old: str
     new: str
+    package: str = "core"
+
+    @property
+    def path(self) -> Path:
+        """The file, in the tree."""
+        return PLANE / self.package / self.file
 
     def plant(self, tree: Path) -> None:
         """Changes the file in a copy of the tree. Raises ValueError unless `old` is there once."""
-        path = tree / CORE / self.file
+        path = tree / self.path
         text = path.read_text(encoding="utf-8")
         if text.count(self.old) != 1:
             raise ValueError(f"{self.name}: {self.old!r} stands {text.count(self.old)} times")

@@ -99,18 +99,24 @@ class Rig:
     """One fleet under test. `readiness` lists every change it reported."""
 
     def __init__(
-        self, loop: VirtualLoop, workers: Sequence[FakeWorker], chosen: ReplicaSettings, seed: int
+        self,
+        loop: VirtualLoop,
+        workers: Sequence[FakeWorker],
+        chosen: ReplicaSettings,
+        seed: int,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.loop = loop
         self.workers = workers
         self.readiness: list[bool] = []
         for number, worker in enumerate(workers):
-            worker.machine.name = f"fake-{number}"
+            if worker.machine.name == "fake":
+                worker.machine.name = f"fake-{number}"
         self.telemetry = Telemetry("0")
         self.fleet = Fleet(
             workers,
             chosen,
-            clock=loop.time,
+            clock=clock or loop.time,
             jitter=random.Random(seed).random,
             metrics=self.telemetry,
             on_readiness=self.readiness.append,

@@ -19,6 +19,10 @@ class BlackHole:
         """From now on nothing passes."""
         self._open.clear()
 
+    def open(self) -> None:
+        """What was swallowed passes, and all that follows."""
+        self._open.set()
+
     async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Passes on what comes, while it is open."""
         try:
@@ -40,7 +44,11 @@ async def black_hole(port: int) -> AsyncIterator[BlackHole]:
     pumps: set[asyncio.Task[None]] = set()
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        beyond = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            beyond = await asyncio.open_connection("127.0.0.1", port)
+        except ConnectionError:
+            writer.close()  # nobody is there
+            return
         for source, sink in ((reader, beyond[1]), (beyond[0], writer)):
             pump = asyncio.create_task(hole.pump(source, sink))
             pumps.add(pump)

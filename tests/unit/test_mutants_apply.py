@@ -7,18 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.mutants import CORE, MUTANTS, Mutant
+from tests.mutation.fleet_mutants import FLEET_MUTANTS
+from tests.mutation.mutants import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[2]
+EVERY = MUTANTS + FLEET_MUTANTS
 
 
 def test_there_are_enough_under_names_of_their_own() -> None:
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 30
+    assert len({mutant.name for mutant in EVERY}) == len(EVERY)
+    assert len(MUTANTS) >= 30 and len(FLEET_MUTANTS) >= 30
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("mutant", EVERY, ids=lambda mutant: mutant.name)
 def test_it_can_be_planted(mutant: Mutant, tmp_path: Path) -> None:
-    (tmp_path / CORE).mkdir(parents=True)
-    shutil.copy(ROOT / CORE / mutant.file, tmp_path / CORE)
+    (tmp_path / mutant.path).parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutant.path, tmp_path / mutant.path)
     mutant.plant(tmp_path)
-    compile((tmp_path / CORE / mutant.file).read_text(), mutant.file, "exec")
+    compile((tmp_path / mutant.path).read_text(), mutant.file, "exec")

@@ -186,13 +186,20 @@ def result(digest: bytes, step_id: int = 4, epoch: int = 1) -> StepResult:
     return StepResult(epoch, step_id, [Row(0)], [1], Tokens([7]), digest=digest)
 
 
+def test_one_rank_that_leaves_takes_its_replica_along() -> None:
+    in_order = seats(2, 1)
+    leaving = replace(result(b"same"), is_leaving=True)
+    assert agreed(in_order, [result(b"same"), leaving], answering(in_order)).is_leaving
+    assert not agreed(in_order, [result(b"same")] * 2, answering(in_order)).is_leaving
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("kind", ["digest", "no digest", "step", "epoch"])
 def test_one_rank_that_applied_something_else_is_named(sizes: tuple[int, int], kind: str) -> None:
     in_order = seats(*sizes)
     answer = answering(in_order)
     results = [result(b"same") for _ in in_order]
-    assert agreed(in_order, results, answer) is results[answer]
+    assert agreed(in_order, results, answer) == results[answer]
     other = {
         "digest": result(b"else"),
         "no digest": result(b""),

@@ -1,0 +1,273 @@
+"""The planted bugs of the fleet: where sequences go, how they move, and who runs them."""
+
+from __future__ import annotations
+
+from tests.mutation.mutants import Mutant
+
+FLEET_MUTANTS = (
+    # How one sequence leaves a core and comes to another.
+    Mutant("withdrawn-uncounted", "ledger.py", "        self.counters.moved_out += 1\n", ""),
+    Mutant("adopted-uncounted", "ledger.py", "        self.counters.moved_in += 1\n", ""),
+    Mutant(
+        "adopted-keeps-its-old-limit",
+        "ledger.py",
+        "        sequence.token_limit = self.admission.token_limit(\n"
+        "            sequence.prompt_count, request.stop.max_tokens\n"
+        "        )\n",
+        "",
+    ),
+    Mutant(
+        "departs-with-its-row",
+        "sequence.py",
+        "        copied.vacated(SequenceState.WAITING)\n",
+        "",
+    ),
+    Mutant("departs-and-still-awaits", "sequence.py", "        copied.lost()\n", ""),
+    Mutant(
+        "hashes-of-another-block-size",
+        "ledger.py",
+        "        sequence.block_hashes.clear()\n",
+        "",
+    ),
+    Mutant(
+        "strikes-stay-behind",
+        "suspicion.py",
+        "    if sequence.strikes >= SUSPECT_STRIKES:\n        ledger.suspects",
+        "    if sequence.strikes > 99:\n        ledger.suspects",
+    ),
+    Mutant(
+        "crossing-untold",
+        "scheduler.py",
+        "arithmetic_changed and sequence.completion_count > 0\n        suspicion.meet",
+        "False\n        suspicion.meet",
+    ),
+    Mutant(
+        "crossing-told-to-whoever-waits",
+        "scheduler.py",
+        "arithmetic_changed and sequence.completion_count > 0\n        suspicion.meet",
+        "arithmetic_changed\n        suspicion.meet",
+    ),
+    # Where it should go.
+    Mutant(
+        "lost-is-present",
+        "fleet.py",
+        "_PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT)",
+        "_PRESENT = (MemberState.ATTACHED, MemberState.SUSPECT, MemberState.LOST)",
+    ),
+    Mutant(
+        "lost-takes-nothing",
+        "fleet.py",
+        "_TAKING = (*_PRESENT, MemberState.LOST)",
+        "_TAKING = _PRESENT",
+    ),
+    Mutant(
+        "trials-have-company",
+        "fleet.py",
+        "bool(self.core.ledger.free_rows) and not self.core.ledger.suspects",
+        "bool(self.core.ledger.free_rows)",
+    ),
+    Mutant(
+        "a-place-behind-a-queue",
+        "fleet.py",
+        "self.is_present and self.is_open and not self.core.ledger.waiting",
+        "self.is_present and self.is_open",
+    ),
+    Mutant(
+        "cut-short-where-it-is-empty",
+        "fleet.py",
+        "    found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)\n",
+        "",
+    ),
+    Mutant(
+        "evacuates-to-itself",
+        "fleet.py",
+        "member.is_present and member is not source]",
+        "member.is_present]",
+    ),
+    Mutant(
+        "evacuates-to-the-lost",
+        "fleet.py",
+        "if member.is_present and member is not source",
+        "if member is not source",
+    ),
+    Mutant(
+        "crosses-though-it-need-not",
+        "fleet.py",
+        "        if sequence.completion_count and any(",
+        "        if not sequence.sequence_id and any(",
+    ),
+    Mutant(
+        "relief-without-blocks",
+        "fleet.py",
+        "    if best is None or not idle.would_start(len(best[0].token_ids)):",
+        "    if best is None:",
+    ),
+    Mutant(
+        "relief-of-the-last", "fleet.py", "first.rank < best[0].rank", "first.rank > best[0].rank"
+    ),
+    Mutant(
+        "relief-of-whose-tokens-fly",
+        "fleet.py",
+        "if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:",
+        "if sequence.sequence_id in source.core.ledger.suspects:",
+    ),
+    Mutant(
+        "relief-of-suspects",
+        "fleet.py",
+        "if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:",
+        "if sequence.pending:",
+    ),
+    Mutant(
+        "relief-of-who-starts-anyway",
+        "fleet.py",
+        "if source.is_present and source.is_open and source.has_blocks(len(first.token_ids)):",
+        "if not source:",
+    ),
+    Mutant(
+        "relief-of-nobody",
+        "fleet.py",
+        "if member is idle or not member.core.ledger.waiting:",
+        "if member is idle:",
+    ),
+    Mutant(
+        "goes-where-it-is-cut",
+        "fleet.py",
+        "after.max_sequence_token_count >= sequence.token_limit",
+        "after.max_sequence_token_count >= len(sequence.token_ids)",
+    ),
+    Mutant(
+        "goes-where-it-can-not",
+        "fleet.py",
+        "succession.obstacle_of(sequence, before, after, may_cross=may_cross) is None",
+        "after is not None",
+    ),
+    Mutant("lost-before-attached", "placement.py", "            not load.attached,\n", ""),
+    Mutant("queues-where-it-could-start", "placement.py", "            not load.starts,\n", ""),
+    Mutant(
+        "hits-count-for-nothing",
+        "placement.py",
+        "load.waiting_token_count - load.cached_token_count",
+        "load.waiting_token_count",
+    ),
+    Mutant(
+        "fullest-first",
+        "placement.py",
+        "            -load.free_kv_tokens,",
+        "            load.free_kv_tokens,",
+    ),
+    Mutant(
+        "busiest-first", "placement.py", "            load.running,", "            -load.running,"
+    ),
+    Mutant(
+        "other-weights-go-on",
+        "succession.py",
+        "if begun and (after.weight_digest != before.weight_digest or not same_vocabulary):",
+        "if begun and not same_vocabulary:",
+    ),
+    Mutant(
+        "crosses-unasked",
+        "succession.py",
+        "if begun and after.arithmetic != before.arithmetic and not may_cross:",
+        "if begun and after.arithmetic != before.arithmetic and not after:",
+    ),
+    # Who moves it, and when.
+    Mutant(
+        "grace-for-ever", "moves.py", "_GRACE_SECONDS = 0.25", "_GRACE_SECONDS = 250.0", "shell"
+    ),
+    Mutant("no-grace", "moves.py", "_GRACE_SECONDS = 0.25", "_GRACE_SECONDS = 0.0", "shell"),
+    Mutant("timers-outlive-the-fleet", "moves.py", "        self._graces.clear()\n", "", "shell"),
+    Mutant(
+        "attached-and-still-evacuated",
+        "moves.py",
+        "if (grace := self._graces.pop(replica, None)) is not None:\n            grace.cancel()",
+        "if (grace := self._graces.pop(replica, None)) is None:\n            pass",
+        "shell",
+    ),
+    Mutant(
+        "newcomers-take-nothing",
+        "moves.py",
+        "if other.state in _AWAY and other not in self._graces:",
+        "if not other:",
+        "shell",
+    ),
+    Mutant(
+        "moves-untold", "moves.py", "        self._on_move(move.sequence_id, target)\n", "", "shell"
+    ),
+    Mutant(
+        "queue-relieved-by-one",
+        "moves.py",
+        "            if other.is_present:\n",
+        "            if not other:\n",
+        "shell",
+    ),
+    Mutant("target-sleeps", "replica.py", "        other._pipeline.wake()\n", "", "shell"),
+    Mutant(
+        "gives-up-before-it-moves",
+        "replica.py",
+        "            self._listener.evacuate(self)\n            if sequence_count",
+        "            if sequence_count",
+        "shell",
+    ),
+    Mutant(
+        "leaves-with-what-runs",
+        "replica.py",
+        "not (self._is_leaving and (self._core is None or not self._core.has_work))",
+        "not self._is_leaving",
+        "shell",
+    ),
+    Mutant(
+        "kv-of-the-dead-kept",
+        "replica.py",
+        "self._only_disconnected and attachment.has_kv_of(last)",
+        "attachment.has_kv_of(last)",
+        "shell",
+    ),
+    Mutant(
+        "same-process-twice",
+        "roster.py",
+        "if known.incarnation_id == info.incarnation_id:",
+        "if not known:",
+        "shell",
+    ),
+    Mutant(
+        "other-weights-serve",
+        "roster.py",
+        "if known.weight_version.digest != info.weight_version.digest:",
+        "if not known:",
+        "shell",
+    ),
+    Mutant(
+        "gone-and-still-listed",
+        "roster.py",
+        "                        self.replicas.remove(replica)\n",
+        "",
+        "shell",
+    ),
+    Mutant("joined-and-never-run", "roster.py", "        self._joined.set()\n", "", "shell"),
+    Mutant(
+        "register-names-the-old-place",
+        "register.py",
+        "        self._sequences[sequence_id].replica = target\n",
+        "        pass\n",
+        "shell",
+    ),
+    Mutant(
+        "never-empty-again",
+        "register.py",
+        "        if not self.requests:\n            self.empty.set()",
+        "        pass",
+        "shell",
+    ),
+    Mutant(
+        "ready-while-it-drains",
+        "fleet.py",
+        "return self._accepting and any(",
+        "return any(",
+        "shell",
+    ),
+    Mutant("reserved-for-nobody", "fleet.py", "<= self._reserved_count:", "<= 0:", "shell"),
+    Mutant("turns-untold", "pipeline.py", "            self._took_turn()\n", "", "shell"),
+    Mutant(
+        "results-of-the-claim-before", "pipeline.py", "        self._inbox.clear()\n", "", "shell"
+    ),
+)
