@@ -39,6 +39,8 @@ def resolve_ranks(
     """
     count = config.tensor_parallel_size * config.pipeline_parallel_size
     rank, replica = config.rank, config.data_parallel_rank
+    _require_below("rank", rank, count)
+    _require_below("data_parallel_rank", replica, config.data_parallel_size)
     if count > 1 and _INDEX in environ:
         rank = _by_group(rank, count, environ)
     elif (ordinal := _ordinal(environ, host_name)) is not None and (
@@ -96,6 +98,11 @@ def _by_ordinal(config: WorkerConfig, ordinal: int, host_name: str) -> tuple[int
             "give --rank, too"
         )
     return rank, replica
+
+
+def _require_below(name: str, rank: int | None, count: int) -> None:
+    if rank is not None and rank >= count:
+        raise RanksInvalid(f"{name} is {rank}, and there are {count}: they count from 0")
 
 
 def _ordinal(environ: Mapping[str, str], host_name: str) -> int | None:

@@ -50,7 +50,6 @@ def command_line() -> argparse.ArgumentParser:
             "twinplane up --pull",
             "twinplane up --model ~/models/mine --port 50052",
             "twinplane up --simulate",
-            "twinplane up --tensor-parallel-size 2 --data-parallel-size 2",
         ),
         has_settings=True,
     )

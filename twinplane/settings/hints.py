@@ -12,7 +12,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 _KV = "--kv-cache-memory-bytes sets the size of the KV pool, such as 20GiB"
-_ONE_DEVICE = "a worker has one device (--device), and a model is not split over several yet"
+_TENSOR = "--tensor-parallel-size sets the number of workers that share each layer"
+_STAGES = "--pipeline-parallel-size sets the number of stages"
+_REPLICAS = "--data-parallel-size sets the number of replicas under `twinplane up`"
+_RANKS = "a worker has one device; start one for each rank (--tensor-parallel-size, --rank)"
 _NOT_YET = "Twinplane has no such thing yet"
 _ALWAYS = "it is always on"
 _CODE = "code of a model's repository is never run"
@@ -33,15 +36,12 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "kv_cache_memory": _KV,
         "swap_space": _NO_SWAP,
         "cpu_offload_gb": "weights stay on the device; --quantization int8 shrinks them on a CPU",
-        "tensor_parallel_size": _ONE_DEVICE,
-        "tp": _ONE_DEVICE,
-        "pipeline_parallel_size": _ONE_DEVICE,
-        "pp": _ONE_DEVICE,
-        "data_parallel_size": _ONE_DEVICE,
-        "dp": _ONE_DEVICE,
-        "enable_expert_parallel": _ONE_DEVICE,
-        "distributed_executor_backend": _ONE_DEVICE,
-        "num_nodes": _ONE_DEVICE,
+        "tp": _TENSOR,
+        "pp": _STAGES,
+        "dp": _REPLICAS,
+        "enable_expert_parallel": "mixtures of experts are not served yet",
+        "distributed_executor_backend": _RANKS,
+        "num_nodes": _RANKS,
         "enforce_eager": _GRAPHS,
         "max_seq_len_to_capture": _GRAPHS,
         "compilation_config": _GRAPHS,
@@ -97,8 +97,8 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "max_total_tokens": _KV,
         "max_running_requests": "--max-num-seqs sets the maximum number of concurrent sequences",
         "chunked_prefill_size": "--max-num-batched-tokens sets the maximum of a step",
-        "tp_size": _ONE_DEVICE,
-        "dp_size": _ONE_DEVICE,
+        "tp_size": _TENSOR,
+        "dp_size": _REPLICAS,
         "disable_cuda_graph": _GRAPHS,
         "disable_radix_cache": "--no-enable-prefix-caching turns the prefix cache off",
         # llama.cpp

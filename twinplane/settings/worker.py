@@ -231,10 +231,3 @@ class WorkerConfig:
         elif self.model == SIMULATED_MODEL and not self.simulate:
             raise ValueError(f"model {SIMULATED_MODEL} has no weights: add --simulate")
         require_ranges(self)
-        for name, count in (
-            ("rank", self.tensor_parallel_size * self.pipeline_parallel_size),
-            ("data_parallel_rank", self.data_parallel_size),
-        ):
-            rank = getattr(self, name)
-            if rank is not None and rank >= count:
-                raise ValueError(f"{name} is {rank}, and there are {count}: they count from 0")

@@ -65,12 +65,18 @@ def share_of(spec: DecoderSpec, coordinates: RankCoordinates) -> DecoderShare:
     """The rank's share; with one rank the whole. Raises RanksUnfit where a rank would get none."""
     (rank, size), (stage, stages) = coordinates.tensor, coordinates.pipeline
     if len(spec.layers) < stages:
-        raise RanksUnfit(f"the model's {len(spec.layers)} layers can't make {stages} stages")
+        raise RanksUnfit(
+            f"the model's {len(spec.layers)} layers can't make {stages} stages: give a smaller "
+            "--pipeline-parallel-size"
+        )
     layers = part_of(len(spec.layers), stages, stage)
     vocabulary = tuple(part_of(spec.vocabulary_size, size, each) for each in range(size))
     own = vocabulary[rank]
     if not own:
-        raise RanksUnfit(f"{spec.vocabulary_size} tokens can't be split over {size} tensor ranks")
+        raise RanksUnfit(
+            f"{spec.vocabulary_size} tokens can't be split over {size} tensor ranks: "
+            "give a smaller --tensor-parallel-size"
+        )
     embedding = _cut(spec.embedding, 0, own)
     head = ProjectionSpec((spec.embedding,)) if spec.head is None else spec.head
     return DecoderShare(
@@ -117,8 +123,8 @@ def heads_of(heads: LayerAttention, rank: int, size: int) -> tuple[range, range]
     if rest or sharing > group:
         raise RanksUnfit(
             f"{heads.head_count} query heads over {kv_count} KV heads can't be split over {size} "
-            f"tensor ranks: at most {kv_count} are possible, or a multiple of {kv_count} up to "
-            f"{heads.head_count}"
+            f"tensor ranks: --tensor-parallel-size can be at most {kv_count}, or a multiple of "
+            f"{kv_count} up to {heads.head_count}"
         )
     head = rank // sharing
     own = part_of(group, sharing, rank % sharing)
@@ -152,7 +158,7 @@ def _feed_forward(spec: FeedForwardSpec, rank: int, size: int) -> FeedForwardSpe
     if not own:
         raise RanksUnfit(
             f"a feed-forward block of {spec.intermediate_size} numbers can't be split over {size} "
-            "tensor ranks"
+            "tensor ranks: give a smaller --tensor-parallel-size"
         )
     wanted = (own, _moved(own, spec.intermediate_size)) if spec.gated else (own,)
     return replace(

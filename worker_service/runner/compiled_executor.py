@@ -66,7 +66,10 @@ def _probe(config: ExecutorConfig) -> str | None:
     if config.data_type is not torch.float32:
         return f"the kernels compute in float32, not in {str(config.data_type).split('.')[-1]}"
     if config.ranks.size > 1:
-        return "the kernels run a whole model, not a rank's part of one"
+        return (
+            "the kernels run a whole model, not a rank's part of one "
+            "(--tensor-parallel-size, --pipeline-parallel-size)"
+        )
     lacking = refusal(config.spec, SUPPORTED_TRAITS)
     if lacking is not None:
         return lacking

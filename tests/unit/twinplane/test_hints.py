@@ -67,8 +67,8 @@ def test_the_file_and_the_environment_answer_alike(
     file = tmp_path_factory.mktemp("settings") / "settings.toml"
     file.write_text("gpu_memory_utilization = 0.9\n")
     assert "--kv-cache-memory-bytes sets" in refusal(capsys, "doctor", f"--config={file}")
-    monkeypatch.setenv("TWINPLANE_TENSOR_PARALLEL_SIZE", "2")
-    assert "a worker has one device" in refusal(capsys, "doctor")
+    monkeypatch.setenv("TWINPLANE_ENABLE_EXPERT_PARALLEL", "1")
+    assert "mixtures of experts" in refusal(capsys, "doctor")
 
 
 @pytest.mark.parametrize("name", sorted(CONTROL | WORKER))
@@ -80,7 +80,7 @@ def test_a_slip_in_our_own_flags_is_answered(name: str, capsys: pytest.CaptureFi
 
 def test_several_mistakes_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     said = refusal(capsys, "up", "--tp=2", "--max-num-seq", "3", "--zzzz", "4")
-    assert "unrecognized arguments: --tp=2 --max-num-seq 3 --zzzz 4; --tp: a worker has" in said
+    assert "unrecognized arguments: --tp=2 --max-num-seq 3 --zzzz 4; --tp: --tensor-" in said
     assert said.endswith("--max-num-seq: did you mean --max-num-seqs?")
 
 

@@ -77,6 +77,10 @@ def test_a_host_that_is_no_pod_has_no_ordinal() -> None:
         (config(2, 2, 2), KUBERNETES, "w-11", "rank 3 of replica 2"),
         (config(2, 1, 3, data_parallel_rank=0), KUBERNETES, "w-2", "data_parallel_rank is 0"),
         (config(1, 1, 2), KUBERNETES, "w-2", "rank 0 of replica 2"),
+        (config(2, 2, rank=4), {}, "p", "rank is 4, and there are 4"),
+        (config(rank=1), {}, "p", "rank is 1, and there are 1"),
+        (config(data_parallel_rank=1), {}, "p", "data_parallel_rank is 1, and there are 1"),
+        (config(2, 1, 2, data_parallel_rank=2), KUBERNETES, "w-0", "data_parallel_rank is 2"),
     ],
 )
 def test_what_contradicts_is_an_error(
@@ -97,10 +101,7 @@ def test_a_setting_wins() -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"rank": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "rank is 4"),
-        ({"rank": 1}, "rank is 1"),
         ({"rank": -1}, "rank must be at least 0"),
-        ({"data_parallel_rank": 1}, "data_parallel_rank is 1"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size must be at least 1"),
         ({"data_parallel_size": 0}, "data_parallel_size must be at least 1"),
