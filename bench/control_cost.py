@@ -26,7 +26,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.rpc import convert
 from control_plane.rpc.turns import Turns
 from control_plane.shell.fleet import Fleet
-from control_plane.shell.ports import Attachment, MemoryPool, WorkerInfo
+from control_plane.shell.ports import Admit, Attachment, MemoryPool, WorkerInfo
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from twinplane.worker.v1 import model_runner_pb2, step_pb2
@@ -60,7 +60,7 @@ class EchoWorker:
         self._last: float | None = None
         self._echo_seconds = 0.0
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         blocks = self._rows * (self._length // BLOCK_SIZE + 2) + 1
         info = WorkerInfo(
             worker_id=self._name,
@@ -78,6 +78,8 @@ class EchoWorker:
             rank_count=1,
             device="echo",
         )
+        if admit is not None:
+            admit(info)
         return Attachment(info, MemoryPool(blocks, BLOCK_SIZE), previous_epoch=0)
 
     async def send(self, plan: StepPlan) -> None:

@@ -17,7 +17,7 @@ from control_plane.observability.metrics import Telemetry
 from control_plane.rpc.turns import Turns
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.ports import Attachment, Worker
+from control_plane.shell.ports import Admit, Attachment, Worker
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 
@@ -31,9 +31,9 @@ class StepTimes:
         self._rows = rows
         self._decoding: list[bool] = []
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         self._decoding.clear()
-        return await self._worker.attach(epoch)
+        return await self._worker.attach(epoch, admit)
 
     async def send(self, plan: StepPlan) -> None:
         counts = plan.scheduled.token_counts

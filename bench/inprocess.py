@@ -15,6 +15,7 @@ from control_plane.core.plan import Message as PlanMessage
 from control_plane.core.plan import StepResult
 from control_plane.rpc import convert as control_convert
 from control_plane.shell.ports import (
+    Admit,
     Attachment,
     RefusalReason,
     WorkerLost,
@@ -46,10 +47,13 @@ class InProcessWorker:
         self._pipeline: Pipeline | None = None
         self._results: asyncio.Queue[asyncio.Future[WorkerStepResult]] = asyncio.Queue()
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen."""
         await self.detach()
         try:
+            if admit is not None:
+                info = worker_convert.info_to_pb(self._facade.worker_info())
+                admit(control_convert.info_from_pb(_crossed(info)))
             if epoch is None:
                 epoch = max(self._facade.worker_info().epoch, self._last_epoch) + 1
             claim = await self._facade.attach(

@@ -33,9 +33,11 @@ from control_plane.rpc.server import (
 from control_plane.rpc.workers import worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
+from control_plane.shell.membership import Membership
 from control_plane.shell.ports import Clock
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.successor import ArithmeticChange
+from control_plane.shell.worker_lists import ListedInDns, ListedInFile, WorkerList
 from control_plane.shell.workers import serving_worker
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.model_files import TextModel, load_text_model
@@ -194,13 +196,20 @@ async def _serve(
         signals = stack.enter_context(StopSignals(watch_stdin=config.exit_with_parent))
         controller_id = f"{socket.gethostname()}:{os.getpid()}"
         fleet = Fleet(
-            [worker_at(replica, controller_id=controller_id) for replica in config.replicas],
+            [],
             _replica_settings(config),
             clock=time.monotonic,
             jitter=random.Random().random,
             metrics=telemetry,
             on_readiness=on_readiness,
             served_model_name=model_name,
+        )
+        membership = Membership(
+            fleet,
+            lambda address: worker_at(address, controller_id=controller_id),
+            config.replicas,
+            _worker_lists(config),
+            refresh_seconds=config.workers_refresh_seconds,
         )
         text = text_processor(config, text_model)
         stack.callback(text.close)
@@ -235,9 +244,14 @@ async def _serve(
         _logger.info(
             "listening",
             extra=fields(
-                address=address, metrics_port=metrics_port, model=model_name, worker=config.worker
+                address=address,
+                metrics_port=metrics_port,
+                model=model_name,
+                worker=" ".join(config.replicas),
             ),
         )
+        following = asyncio.create_task(membership.run())
+        stack.push_async_callback(_cancelled, following)
         # What is loaded now stays, so the collector need not walk it again in the middle of a step.
         gc.freeze()
         code = await run_until_stopped(
@@ -337,6 +351,21 @@ def _replica_settings(config: ControlConfig) -> ReplicaSettings:
         claim=ClaimPolicy(loss_patience=config.worker_loss_patience),
         arithmetic_change=ArithmeticChange(config.arithmetic_change),
     )
+
+
+def _worker_lists(config: ControlConfig) -> list[WorkerList]:
+    lists: list[WorkerList] = []
+    if config.workers_file is not None:
+        lists.append(ListedInFile(Path(config.workers_file)))
+    if config.workers_dns is not None:
+        lists.append(ListedInDns(config.workers_dns))
+    return lists
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Ends a task, whatever it does."""
+    task.cancel()
+    await asyncio.wait([task])
 
 
 def _socket_path(config: ControlConfig) -> Path | None:

@@ -52,13 +52,15 @@ class EndKind(Enum):
     """The worker finishes what it has and takes nothing more."""
     CONTESTED = "contested"
     """Another controller has claimed the worker."""
+    ELSEWHERE = "elsewhere"
+    """The worker serves this controller already, as another replica."""
     REFUSED = "refused"
     """Anything else: the worker refused a message, or it can't be used, or broke the contract."""
 
 
 DISCONNECTING = (EndKind.UNREACHABLE, EndKind.SILENT, EndKind.HUNG)
 """The worker may be as it was, and its KV too, when it is claimed again."""
-FINAL = (EndKind.SILENT, EndKind.HUNG, EndKind.DRAINING)
+FINAL = (EndKind.SILENT, EndKind.HUNG, EndKind.DRAINING, EndKind.ELSEWHERE)
 """The worker is not to be expected back within a moment."""
 _ACCUSING = (*DISCONNECTING, EndKind.REFUSED)
 
@@ -227,7 +229,7 @@ class Claim:
         """Seconds until the next attempt."""
         if kind is EndKind.CONTESTED:
             return self._contention.next()
-        if before_first_claim and kind is not EndKind.REFUSED:
+        if before_first_claim and kind not in (EndKind.REFUSED, EndKind.ELSEWHERE):
             # Clients wait for this worker to come up: whatever is added here, they wait longer.
             return self._policy.starting_delay
         return self._retry.next()
@@ -240,6 +242,8 @@ class Claim:
             return Loudness.WARNING
         if told_at is not None and now - told_at < self._policy.reminder:
             return Loudness.SILENT
+        if told_at is not None and end.kind is EndKind.ELSEWHERE:
+            return Loudness.SILENT  # nothing is amiss
         self._told_causes[end.cause] = now
         if told_at is not None and end.kind is EndKind.UNREACHABLE:
             return Loudness.WARNING

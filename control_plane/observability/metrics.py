@@ -17,7 +17,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from control_plane.core.account import Account
+from control_plane.core.claim import EndKind
 from control_plane.core.events import FinishReason, Stats
+from control_plane.core.fleet import MemberState
 from twinplane.metrics.families import (
     REQUEST_SECONDS,
     STEP_SECONDS,
@@ -38,6 +40,11 @@ _INTER_TOKEN_SECONDS = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 5.0),
     *(10.0, 30.0),
 )
+LOSS_CAUSES = tuple(kind.value for kind in EndKind)
+MOVE_CAUSES = (
+    *(MemberState.LOST.value, MemberState.GONE.value, MemberState.DRAINING.value),
+    *("replaced", "relief", "failing"),
+)
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -52,11 +59,18 @@ _NO_WORKER = {"worker_id": "", "model": "", "device": ""}
 class ReplicaTelemetry:
     """The numbers of one replica."""
 
-    def __init__(self, stats: Callable[[], Stats | None]) -> None:
+    def __init__(self, stats: Callable[[], Stats | None], state: Callable[[], MemberState]) -> None:
         self.stats = stats
+        self.state = state
+        self.worker_id = ""
+        """Of the last worker; empty before the first."""
         self.worker: dict[str, str] | None = None
         """worker_id, model and device while a worker is attached."""
-        self.loss_count = 0
+        self.losses = Counter(dict.fromkeys(LOSS_CAUSES, 0))
+        """Claims that ended by themselves, by why."""
+        self.moves = Counter(
+            {(direction, cause): 0 for direction in ("in", "out") for cause in MOVE_CAUSES}
+        )
         self.resync_counts = {"kept": 0, "discarded": 0}
         """Claims that took up earlier work, by whether the KV was kept or discarded."""
         self.step = Histogram(STEP_SECONDS)
@@ -71,12 +85,14 @@ class ReplicaTelemetry:
         `resumed`: it takes up the work of an earlier claim. `kv_kept`: it has that claim's KV.
         """
         self.worker = {"worker_id": worker_id, "model": model, "device": device}
+        self.worker_id = worker_id
         if resumed:
             self.resync_counts["kept" if kv_kept else "discarded"] += 1
 
-    def worker_lost(self) -> None:
-        """The claim is over."""
-        self.loss_count += self.worker is not None
+    def worker_lost(self, cause: str | None) -> None:
+        """The claim is over, by itself for this cause; None: the worker was let go."""
+        if cause is not None and self.worker is not None:
+            self.losses[cause] += 1
         self.worker = None
 
     def step_planned(self, token_count: int) -> None:
@@ -125,6 +141,7 @@ class Telemetry(Collector):
         self._request = Histogram(REQUEST_SECONDS)
         self._prompt = Histogram(TOKEN_COUNTS)
         self._output = Histogram(TOKEN_COUNTS)
+        self._resume = Histogram(REQUEST_SECONDS)
         self._registry = new_registry(self)
 
     def render(self) -> bytes:
@@ -133,15 +150,34 @@ class Telemetry(Collector):
 
     # --- what the parts report ----------------------------------------------------------------
 
-    def replica(self, number: int, stats: Callable[[], Stats | None]) -> ReplicaTelemetry:
+    def replica(
+        self,
+        number: int,
+        stats: Callable[[], Stats | None],
+        state: Callable[[], MemberState] = lambda: MemberState.JOINING,
+    ) -> ReplicaTelemetry:
         """The telemetry that replica `number` reports to.
 
         `stats` gives the counts of the replica's core at every scrape; None while it has no core.
+        `state` says then where it is in its life.
         """
         name = str(number)
         assert name not in self.replicas, "two replicas of one number"
-        self.replicas[name] = ReplicaTelemetry(stats)
+        self.replicas[name] = ReplicaTelemetry(stats, state)
         return self.replicas[name]
+
+    def replica_left(self, number: int) -> None:
+        """A replica has left for good, and its series with it."""
+        del self.replicas[str(number)]
+
+    def sequence_moved(self, source: int, target: int, cause: str) -> None:
+        """A sequence went from one replica to another."""
+        self.replicas[str(source)].moves["out", cause] += 1
+        self.replicas[str(target)].moves["in", cause] += 1
+
+    def sequence_resumed(self, seconds: float) -> None:
+        """A sequence that ran has its next token, so long after its worker was lost or left."""
+        self._resume.observe(seconds)
 
     def first_token(self, seconds: float) -> None:
         """A request got its first token `seconds` after it arrived."""
@@ -186,6 +222,7 @@ class Telemetry(Collector):
             ("request_duration_seconds", "From arrival to the end of an answer.", self._request),
             ("request_prompt_tokens", "Prompt tokens of a request that ended.", self._prompt),
             ("request_output_tokens", "Output tokens of a request that ended.", self._output),
+            ("resume_pause_seconds", "From a worker's loss to the next token.", self._resume),
         ):
             yield histogram(name, help_text, {(): one})
 
@@ -209,7 +246,11 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
     labels = ("worker_id", "model", "device")
     up = _gauge("worker_up", "1 while a worker is attached.")
     info = _gauge("worker_info", "The attached worker; 0 while there is none.", *labels)
-    losses = _counter("worker_losses", "Claims that ended by themselves.")
+    losses = _counter("worker_losses", "Claims that ended by themselves, by why.", "cause")
+    states = _gauge("replica_state", "1 for the state that it is in.", "worker_id", "state")
+    moves = _counter(
+        "sequence_moves", "Sequences that went from replica to replica.", "direction", "cause"
+    )
     resyncs = _counter(
         "worker_resyncs", "Claims that took up earlier work, by what became of the KV.", "kv"
     )
@@ -217,10 +258,16 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
         up.add_metric((number,), int(replica.worker is not None))
         worker = replica.worker or _NO_WORKER
         info.add_metric((number, *(worker[label] for label in labels)), replica.worker is not None)
-        losses.add_metric((number,), replica.loss_count)
+        for cause, count in replica.losses.items():
+            losses.add_metric((number, cause), count)
+        now = replica.state()
+        for state in MemberState:
+            states.add_metric((number, replica.worker_id, state.value), int(state is now))
+        for (direction, cause), count in replica.moves.items():
+            moves.add_metric((number, direction, cause), count)
         for kv, count in replica.resync_counts.items():
             resyncs.add_metric((number, kv), count)
-    yield from (up, info, losses, resyncs)
+    yield from (up, info, losses, resyncs, states, moves)
     yield histogram(
         "step_duration_seconds",
         "Execution of a step, as its worker reports it.",

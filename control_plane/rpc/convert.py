@@ -36,8 +36,9 @@ from twinplane.inference.v1 import inference_pb2
 from twinplane.worker.v1 import info_pb2, model_runner_pb2, step_pb2
 
 _SAMPLING_NAMES = tuple(field.name for field in fields(SamplingParams))
+_CONVERTED = ("state", "away_seconds", "replica_state")
 _SERVING_WORKER_NAMES = tuple(
-    field.name for field in fields(ServingWorker) if field.name not in ("state", "away_seconds")
+    field.name for field in fields(ServingWorker) if field.name not in _CONVERTED
 )
 _FEATURE_PREFIX = "FEATURE_"
 _DEVICE_KIND_PREFIX = "DEVICE_KIND_"
@@ -216,6 +217,7 @@ def serving_worker_to_pb(worker: ServingWorker) -> inference_pb2.ServingWorker:
     """A worker as ListModels tells of it."""
     message = inference_pb2.ServingWorker(
         state=f"WORKER_STATE_{worker.state.name}",
+        replica_state=f"REPLICA_STATE_{worker.replica_state.name}",
         **{name: getattr(worker, name) for name in _SERVING_WORKER_NAMES},
     )
     if worker.state is WorkerState.AWAY:

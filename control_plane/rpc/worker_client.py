@@ -19,6 +19,7 @@ from control_plane.core.plan import Message, StepResult
 from control_plane.rpc import convert
 from control_plane.rpc.addresses import rendezvous_address
 from control_plane.shell.ports import (
+    Admit,
     Attachment,
     MemoryPool,
     RefusalReason,
@@ -92,21 +93,24 @@ class GrpcWorker:
         self._channel: grpc.aio.Channel | None = None
         self._execute: _Execute | None = None
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         """Claims the worker, by default one epoch above every epoch seen, and opens Execute.
 
         Raises WorkerLost, WorkerRefused, e.g. with STALE_EPOCH, or WorkerUnusable, when no epoch is
         left, or when the worker executes plans only together with others.
         """
         await self.detach()
-        if epoch is None:
+        if epoch is None or admit is not None:
             info = await self.look()
             if info.rank_count > 1:
                 raise WorkerUnusable(
                     f"{self.address} is one of {info.rank_count} ranks, which must execute each "
                     "plan together: list the addresses of all as one worker, separated by commas"
                 )
-            epoch = max(info.epoch, self._last_epoch) + 1
+            if admit is not None:
+                admit(info)
+            if epoch is None:
+                epoch = max(info.epoch, self._last_epoch) + 1
         claimed = await self.claim(epoch, None)
         pool = await self.join(0.0)
         return Attachment(claimed.info, pool, claimed.previous_epoch)

@@ -11,6 +11,7 @@ from control_plane.core.scheduler import Scheduler
 from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.shell.ports import (
     RefusalReason,
+    WorkerElsewhere,
     WorkerHung,
     WorkerLost,
     WorkerRefused,
@@ -77,6 +78,8 @@ def end_of(error: ClaimError) -> ClaimEnd:
             return ClaimEnd(EndKind.DRAINING, error.reason)
         case WorkerRefused():
             return ClaimEnd(EndKind.REFUSED, error.reason)
+        case WorkerElsewhere():
+            return ClaimEnd(EndKind.ELSEWHERE, str(error))
         case WorkerUnusable() | ResultMismatch():
             return ClaimEnd(EndKind.REFUSED, str(error))
 

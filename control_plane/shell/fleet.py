@@ -76,9 +76,9 @@ class Fleet:
         self._leads = Leads()
         self._reserved_count = 0
         """Places of requests that are on their way."""
-        self.roster = Roster(self._tell_readiness)
+        self.roster = Roster(self._tell_readiness, metrics)
         may_cross = settings.arithmetic_change is ArithmeticChange.CONTINUE
-        self._mover = Mover(self.roster, self.register.moved, may_cross=may_cross)
+        self._mover = Mover(self.roster, self.register, metrics, clock, may_cross=may_cross)
         for worker in workers:
             self.join(worker)
 
@@ -133,18 +133,24 @@ class Fleet:
 
     @property
     def ready(self) -> bool:
-        """Whether a worker is attached and new requests are accepted."""
-        return self._accepting and any(replica.attached for replica in self.replicas)
+        """Whether a worker is attached that does not leave, and new requests are accepted."""
+        return self._accepting and any(
+            replica.attached and replica.model() is not None for replica in self.replicas
+        )
 
     # --- the composition root -----------------------------------------------------------------
 
-    def join(self, worker: Worker) -> Replica:
-        """Adds a replica for a worker. It runs as long as the fleet does, or until it leaves."""
+    def join(self, worker: Worker, address: str = "") -> Replica:
+        """Adds a replica for a worker. It runs as long as the fleet does, or until it leaves.
+
+        `address` says to people where the worker is.
+        """
         return self.roster.add(
             lambda number: Replica(
                 number,
                 worker,
                 self._settings,
+                address=address,
                 clock=self._clock,
                 jitter=self._jitter,
                 metrics=self._metrics,
@@ -195,7 +201,13 @@ class Fleet:
     # --- what replicas tell -------------------------------------------------------------------
 
     def changed(self, replica: Replica) -> None:
-        """A replica's worker was attached or lost."""
+        """A replica's worker was attached or lost.
+
+        A worker that is known from another replica has come here from there.
+        """
+        if replica.attached:
+            for other in self.roster.namesakes(replica):
+                other.life.replaced(replica.number, is_attached=other.attached)
         self._mover.changed(replica)
         self._tell_readiness()
 
@@ -212,9 +224,11 @@ class Fleet:
         others = (other for other in self.replicas if other is not replica)
         return any(other.state is MemberState.ATTACHED for other in others)
 
-    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
+    def admit(self, replica: Replica, info: WorkerInfo) -> None:
         """See ReplicaListener."""
-        return self.roster.objection(replica, info)
+        if (objection := self.roster.objection(replica, info)) is not None:
+            raise objection
+        replica.life.claiming = info.incarnation_id
 
     # --- registers ----------------------------------------------------------------------------
 

@@ -56,6 +56,7 @@ class ReplicaListener(Protocol):
         """Whether the worker of another one is there, and is to stay."""
         ...
 
-    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
-        """Why this worker can't serve beside those that do; None: it can."""
+    def admit(self, replica: Replica, info: WorkerInfo) -> None:
+        """It is about to claim this worker. Raises WorkerUnusable where that can't serve beside
+        those that do."""
         ...

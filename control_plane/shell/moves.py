@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 
+from control_plane.core.claim import FINAL
 from control_plane.core.exchange import Exchange
 from control_plane.core.fleet import MemberState, Move, evacuation
 from control_plane.core.request import SequenceId
+from control_plane.shell.ports import Clock, MoveMetrics
+from control_plane.shell.register import SequenceRegister
 from control_plane.shell.replica import Replica
 from control_plane.shell.roster import Roster
 from twinplane.process.logs import fields
@@ -20,20 +22,30 @@ _logger = logging.getLogger(__name__)
 _GRACE_SECONDS = 0.25
 """How long the sequences of a lost worker stay where their KV is: a connection that broke is whole
 again by then, and a worker that died is not."""
+_RELIEF = "relief"
+"""The cause of a move to a free place. Else it is the state of the replica that is left."""
 _AWAY = (MemberState.LOST, MemberState.GONE, MemberState.DRAINING)
 
 
 class Mover:
-    """Moves sequences between the replicas of a roster. `on_move` is told each move.
+    """Moves sequences between the replicas of a roster, and tells register and metrics.
 
     `may_cross`: a sequence with tokens may go on with a worker that rounds otherwise.
     """
 
     def __init__(
-        self, roster: Roster, on_move: Callable[[SequenceId, Replica], None], *, may_cross: bool
+        self,
+        roster: Roster,
+        register: SequenceRegister,
+        metrics: MoveMetrics,
+        clock: Clock,
+        *,
+        may_cross: bool,
     ) -> None:
         self._roster = roster
-        self._on_move = on_move
+        self._register = register
+        self._metrics = metrics
+        self._clock = clock
         self._may_cross = may_cross
         self._exchange = Exchange(roster.member, may_cross=may_cross)
         self._graces: dict[Replica, asyncio.TimerHandle] = {}
@@ -56,9 +68,11 @@ class Mover:
         self.placed(replica)
         if replica.attached:
             for other in self._roster.replicas:
-                if other.state in _AWAY and other not in self._graces:
+                if other.state in _AWAY and (other.life.is_replaced or other not in self._graces):
                     self.evacuate(other)
-        elif not replica.may_reconnect:
+            return
+        self._register.pause(_running(replica), self._clock() - replica.lost_seconds)
+        if replica.ended_by in FINAL:
             self.evacuate(replica)
         else:
             loop = asyncio.get_running_loop()
@@ -70,15 +84,17 @@ class Mover:
         if source is None:
             return
         count = 0
+        cause = _cause(replica)
+        ran, now = set(_running(replica)), self._clock()
         for move in evacuation(source, self._roster.members(), may_cross=self._may_cross):
-            self._move(move)
+            if move.sequence_id in ran:
+                self._register.pause((move.sequence_id,), now)
+            self._move(move, cause)
             count += 1
         if count:
             _logger.info(
                 "sequences moved",
-                extra=fields(
-                    replica=replica.number, sequence_count=count, cause=source.state.value
-                ),
+                extra=fields(replica=replica.number, sequence_count=count, cause=cause),
             )
 
     def placed(self, replica: Replica) -> None:
@@ -90,14 +106,31 @@ class Mover:
         """Who waits here goes where a place is free, and who waits elsewhere comes here."""
         if len(self._roster) > 1 and (own := replica.member()) is not None:
             for move in self._exchange.moves(own):
-                self._move(move)
+                self._move(move, _RELIEF)
 
     def _grace_ends(self, replica: Replica) -> None:
         del self._graces[replica]
         self.evacuate(replica)
 
-    def _move(self, move: Move) -> None:
+    def _move(self, move: Move, cause: str) -> None:
         target = self._roster.numbered(move.target)
         self._roster.numbered(move.source).give(move.sequence_id, target)
-        self._on_move(move.sequence_id, target)
+        self._register.moved(move.sequence_id, target)
+        self._metrics.sequence_moved(move.source, move.target, cause)
         self.placed(target)
+
+
+def _cause(replica: Replica) -> str:
+    """Why sequences leave a replica."""
+    if replica.life.is_replaced:
+        return "replaced"
+    # While its worker is there and stays, they leave because it fails with them.
+    return replica.state.value if replica.state in _AWAY else "failing"
+
+
+def _running(replica: Replica) -> list[SequenceId]:
+    """The sequences that have a row there, or had one when its worker was lost."""
+    member = replica.member()
+    if member is None:
+        return []
+    return [sequence.sequence_id for sequence in member.core.ledger.running]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from twinplane.process.logs import fields
+
 T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
 
 
 async def in_patience(
@@ -26,3 +31,16 @@ async def in_patience(
         if not task.done():
             task.cancel()
             await asyncio.wait((task,))
+
+
+def tell_given_up(replica: int, sequence_count: int, lost_seconds: float) -> None:
+    """Says that patience with a lost worker is over, if anybody waited for it."""
+    if sequence_count:
+        _logger.warning(
+            "requests given up: the worker stays away",
+            extra=fields(
+                replica=replica,
+                sequence_count=sequence_count,
+                lost_seconds=round(lost_seconds, 1),
+            ),
+        )

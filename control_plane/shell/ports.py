@@ -9,6 +9,7 @@ from typing import Protocol
 
 from control_plane.core.account import Account
 from control_plane.core.events import Stats
+from control_plane.core.fleet import MemberState
 from control_plane.core.plan import Message, Row, StepResult, WeightVersion
 
 HELD_SAMPLING = "held_sampling"
@@ -159,13 +160,24 @@ class WorkerUnusable(Exception):
     """
 
 
+class WorkerElsewhere(WorkerUnusable):
+    """The worker serves this controller already, as another replica."""
+
+
+Admit = Callable[[WorkerInfo], None]
+"""Looks at a worker before it is claimed. Raises WorkerUnusable where it must not be."""
+
+
 class Worker(Protocol):
     """One worker, claimed by one replica. Every method raises WorkerLost or WorkerRefused, and
     `attach` may raise WorkerUnusable.
     """
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
-        """Claims the worker, by default one epoch above its current, and opens the pipeline."""
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
+        """Claims the worker, by default one epoch above its current, and opens the pipeline.
+
+        `admit` is asked before that; what it raises is raised, and nothing is claimed.
+        """
         ...
 
     async def send(self, message: Message) -> None:
@@ -203,8 +215,8 @@ class ReplicaMetrics(Protocol):
         """
         ...
 
-    def worker_lost(self) -> None:
-        """The claim is over."""
+    def worker_lost(self, cause: str | None) -> None:
+        """The claim is over; without a cause, because the worker was let go."""
         ...
 
     def step_planned(self, token_count: int) -> None:
@@ -216,11 +228,30 @@ class ReplicaMetrics(Protocol):
         ...
 
 
-class Metrics(Protocol):
+class MoveMetrics(Protocol):
+    """What is reported of replicas and what moves between them. Every method only counts."""
+
+    def sequence_moved(self, source: int, target: int, cause: str) -> None:
+        """A sequence went from one replica to another, by their numbers."""
+        ...
+
+    def sequence_resumed(self, seconds: float) -> None:
+        """A sequence that ran has its next token, so long after its worker was lost or left."""
+        ...
+
+    def replica_left(self, number: int) -> None:
+        """A replica has left the fleet for good."""
+        ...
+
+
+class Metrics(MoveMetrics, Protocol):
     """What the shell reports. Every method only counts, and never raises."""
 
-    def replica(self, number: int, stats: Callable[[], Stats | None]) -> ReplicaMetrics:
-        """Where replica `number` reports to; `stats` is asked whenever somebody looks."""
+    def replica(
+        self, number: int, stats: Callable[[], Stats | None], state: Callable[[], MemberState]
+    ) -> ReplicaMetrics:
+        """Where replica `number` reports to; `stats` and `state` are asked whenever somebody
+        looks."""
         ...
 
     def first_token(self, seconds: float) -> None:

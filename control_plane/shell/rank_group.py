@@ -17,13 +17,23 @@ from typing import Any, TypeVar
 
 from control_plane.core.plan import Message, StepResult
 from control_plane.shell.ports import (
+    Admit,
     Attachment,
     RefusalReason,
     WorkerLost,
     WorkerRefused,
     WorkerUnusable,
 )
-from control_plane.shell.ranks import Rank, Rendezvous, Seat, agreed, answering, merged, seated
+from control_plane.shell.ranks import (
+    Rank,
+    Rendezvous,
+    Seat,
+    agreed,
+    answering,
+    merged,
+    seated,
+    together,
+)
 
 T = TypeVar("T")
 
@@ -56,7 +66,7 @@ class RankGroupWorker:
         """In their order while they are claimed."""
         self._answering = 0
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         """Claims every rank under one epoch, by default one above every epoch seen, and returns
         once they have met.
 
@@ -66,6 +76,8 @@ class RankGroupWorker:
         infos = await self._of_all(self._ranks, [rank.look() for rank in self._ranks])
         seats = seated(map(Seat, self._ranks, infos))
         ranks = [seat.rank for seat in seats]
+        if admit is not None:
+            admit(together(seats))
         if epoch is None:
             epoch = max(self._last_epoch, *(info.epoch for info in infos)) + 1
         self._last_epoch = max(self._last_epoch, epoch)

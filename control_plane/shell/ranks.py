@@ -138,13 +138,24 @@ def merged(
     Raises WorkerUnusable where their blocks differ in size.
     """
     infos = [claimed.info for claimed in claims]
-    first = infos[0]
     sizes = [pool.block_size for pool in pools]
     if len(set(sizes)) > 1:
         raise WorkerUnusable(_differing("block sizes", seats, sizes))
     previous = {claimed.previous_epoch for claimed in claims}
+    pool = MemoryPool(min(pool.block_count for pool in pools), sizes[0])
+    # Only where every rank was left by the same claim, the KV of all is that claim's.
+    return Attachment(_as_one(infos), pool, previous.pop() if len(previous) == 1 else 0)
+
+
+def together(seats: Sequence[Seat]) -> WorkerInfo:
+    """What ranks in their order are as one worker, before they are claimed."""
+    return _as_one([seat.info for seat in seats])
+
+
+def _as_one(infos: Sequence[WorkerInfo]) -> WorkerInfo:
+    first = infos[0]
     device = first.device if len(infos) == 1 else f"{first.device} x{len(infos)}"
-    together = replace(
+    return replace(
         first,
         worker_id=",".join(info.worker_id for info in infos),
         incarnation_id=",".join(info.incarnation_id for info in infos),
@@ -158,9 +169,6 @@ def merged(
         device=device,
         arithmetic="; ".join(dict.fromkeys(info.arithmetic for info in infos)),
     )
-    pool = MemoryPool(min(pool.block_count for pool in pools), sizes[0])
-    # Only where every rank was left by the same claim, the KV of all is that claim's.
-    return Attachment(together, pool, previous.pop() if len(previous) == 1 else 0)
 
 
 def agreed(seats: Sequence[Seat], results: Sequence[StepResult], answer: int) -> StepResult:

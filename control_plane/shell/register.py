@@ -33,6 +33,8 @@ class _Sequence:
     """What the tokens of its stream are made with, as far as that was told."""
     first_token_at: float | None = None
     last_token_at: float | None = None
+    paused_at: float | None = None
+    """Since when it has no worker, though it has run; until its next token."""
 
     def account(self, finish: Finish, now: float) -> Account:
         """What it has cost. It ended at `now`."""
@@ -99,6 +101,13 @@ class SequenceRegister:
         """A sequence is at another replica now."""
         self._sequences[sequence_id].replica = target
 
+    def pause(self, sequence_ids: Iterable[SequenceId], now: float) -> None:
+        """These ran, and have no worker since `now`."""
+        for sequence_id in sequence_ids:
+            sequence = self._sequences.get(sequence_id)
+            if sequence is not None and sequence.paused_at is None:
+                sequence.paused_at = now
+
     def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
         """Hands each sequence's tokens, and its end if it is there, to its stream."""
         sequences = self._sequences
@@ -118,6 +127,9 @@ class SequenceRegister:
                 else:
                     self._metrics.token_gap((now - last) / token_count, token_count)
                 sequence.last_token_at = now
+                if sequence.paused_at is not None:
+                    self._metrics.sequence_resumed(now - sequence.paused_at)
+                    sequence.paused_at = None
             sequence.stream.push(tokens, output.finish)
             if output.finish is not None:
                 self._forget(output.sequence_id, output.finish, now)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from control_plane.core.claim import (
     DISCONNECTING,
-    FINAL,
     Claim,
     ClaimEnd,
     ClaimPolicy,
@@ -35,6 +36,7 @@ from control_plane.core.succession import Traits
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
+from control_plane.shell.life import Left, Life, member_state
 from control_plane.shell.limits import (
     Capacity,
     ClampLog,
@@ -45,7 +47,7 @@ from control_plane.shell.limits import (
     scheduler_config,
 )
 from control_plane.shell.listeners import Register, ReplicaListener
-from control_plane.shell.patience import in_patience
+from control_plane.shell.patience import in_patience, tell_given_up
 from control_plane.shell.pipeline import Pipeline
 from control_plane.shell.ports import (
     HELD_SAMPLING,
@@ -70,6 +72,9 @@ from twinplane.process.logs import fields
 T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
+
+_QUEUING = (ClaimState.ATTACHED, ClaimState.LEAVING, ClaimState.LOST)
+"""A worker is there, or was until shortly ago."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,7 @@ class Replica:
         worker: Worker,
         settings: ReplicaSettings,
         *,
+        address: str = "",
         clock: Clock,
         jitter: Jitter,
         metrics: Metrics,
@@ -110,7 +116,7 @@ class Replica:
         self._worker = worker
         self._settings = settings
         self._clock = clock
-        self._metrics = metrics.replica(number, self.stats)
+        self._metrics = metrics.replica(number, self.stats, lambda: self.state)
         self._register = register
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
@@ -135,9 +141,11 @@ class Replica:
         """The last one: that of now, or the one that was lost."""
         self.capacity: Capacity | None = None
         """What that one can hold."""
-        self._ended_by: EndKind | None = None
+        self.ended_by: EndKind | None = None
         """What ended the last claim."""
-        self._is_leaving = self._lets_go = False
+        self.is_leaving = self._lets_go = False
+        self.life = Life(number, address)
+        self.life.note(MemberState.JOINING, "it was listed")
         self._clamps = ClampLog(number)
 
     @property
@@ -146,42 +154,29 @@ class Replica:
         return self._claim.is_attached
 
     @property
-    def may_reconnect(self) -> bool:
-        """Whether its worker, if it is lost, may be back within a moment."""
-        return self._ended_by not in FINAL
-
-    @property
     def lost_seconds(self) -> float:
         """For how long its worker has been lost; 0 when it is not."""
         return self._claim.lost_seconds(self._clock())
 
     def model(self) -> ServedModel | None:
         """The worker's model; None before the first claim and once the worker is gone."""
-        return self._model if self._can_queue() else None
+        waits = self._claim.state(self._clock()) in _QUEUING
+        return self._model if waits and not self.is_leaving else None
 
     @property
     def state(self) -> MemberState:
         """Where it is in its life."""
-        if self._is_leaving:
+        if self.is_leaving:
             return MemberState.DRAINING
-        match self._claim.state(self._clock()):
-            case ClaimState.NEVER_ATTACHED:
-                return MemberState.JOINING
-            case ClaimState.ATTACHED:
-                suspicious = self._heartbeat.is_suspicious
-                return MemberState.SUSPECT if suspicious else MemberState.ATTACHED
-            case ClaimState.LEAVING:
-                return MemberState.DRAINING
-            case ClaimState.LOST:
-                return MemberState.LOST
-            case ClaimState.GONE:
-                return MemberState.GONE
+        return member_state(
+            self._claim.state(self._clock()), is_suspicious=self._heartbeat.is_suspicious
+        )
 
     def member(self) -> Member | None:
         """How it looks to the fleet; None before its first worker."""
         if self._core is None or self._traits is None:
             return None
-        return Member(self.number, self._core, self._traits, self.state, self._is_leaving)
+        return Member(self.number, self._core, self._traits, self.state, self.is_leaving)
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
@@ -192,7 +187,7 @@ class Replica:
 
     def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
-        if self._core is None or self._model is None or not self._can_queue():
+        if self._core is None or self._model is None or self.model() is None:
             raise EngineLost("no worker is attached")
         assert self.attachment is not None
         if max(request.prompt_token_ids) >= self._model.vocabulary_size:
@@ -209,6 +204,7 @@ class Replica:
         finish = self._scheduler().finish(sequence_id, reason)
         assert finish is not None, "finished twice, or not a sequence of this replica"
         self._pipeline.wake()
+        self._end_if_left()
         return finish
 
     def give(self, sequence_id: SequenceId, other: Replica) -> None:
@@ -218,12 +214,15 @@ class Replica:
         sequence = self._scheduler().withdraw(sequence_id)
         other._scheduler().adopt(sequence, arithmetic_changed=crosses)
         self._pipeline.wake()
+        self._end_if_left()
         other._pipeline.wake()
 
     def leave(self) -> None:
         """Takes nothing more, and ends `run` once it has no sequence left. Idempotent."""
-        self._is_leaving = True
+        self.is_leaving = True
+        self.life.note(self.state, "it is no longer listed")
         self._pipeline.wake()
+        self._end_if_left()
 
     async def run(self) -> None:
         """Claims the worker and executes steps, until it has left or is cancelled.
@@ -234,20 +233,29 @@ class Replica:
             while self._goes_on():
                 try:
                     await self._attach()
-                    await self._pipeline.run(self._scheduler(), self._goes_on)
-                    verdict = self._let_go()
+                    run = self._pipeline.run(self._scheduler(), self._goes_on)
+                    await self.life.during(run)
+                    verdict = self._end_claim(None)
+                except Left:
+                    break
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
                 await self._worker.detach()
                 if self._goes_on():
-                    await self._in_patience(asyncio.sleep(verdict.retry_after))
+                    with suppress(Left):
+                        await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
             await self._worker.detach()
+        self.life.note(MemberState.GONE, "it has left")
 
     # --- the claim ----------------------------------------------------------------------------
 
     async def _attach(self) -> None:
-        attachment = await self._in_patience(self._worker.attach())
+        admit = partial(self._listener.admit, self)
+        try:
+            attachment = await self._in_patience(self._worker.attach(admit=admit))
+        finally:
+            self.life.claiming = ""
         resumed, last = self._core is not None, self.attachment
         kv_kept = self._adopt(attachment)
         assert self.capacity is not None
@@ -255,6 +263,8 @@ class Replica:
         info = attachment.info
         same_life = last is not None and last.info.incarnation_id == info.incarnation_id
         self._heartbeat.attached(same_life=same_life)
+        self.life.worker_id, self.life.is_replaced = info.worker_id, False
+        self.life.note(self.state, "its worker was claimed")
         self._metrics.worker_attached(
             worker_id=info.worker_id,
             model=info.model_name,
@@ -273,8 +283,7 @@ class Replica:
         """
         info = attachment.info
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
-        if (objection := self._listener.objection(self, info)) is not None:
-            raise WorkerUnusable(objection)
+        self._listener.admit(self, info)
         self._clamps.tell(clamps(self._settings.scheduling, config))
         self.origin = Origin(info.weight_version.digest, info.arithmetic)
         before, last = self._traits, self.attachment
@@ -294,7 +303,7 @@ class Replica:
         for obstacle, ids in unfit(found, self.number):
             kind = FAILURES.get(obstacle, EngineLost)
             self._register.fail(self, obstacle.value, only=ids, kind=kind)
-        kv_kept = self._ended_by in DISCONNECTING and attachment.has_kv_of(last)
+        kv_kept = self.ended_by in DISCONNECTING and attachment.has_kv_of(last)
         outputs = self._core.resync(
             config,
             info.epoch,
@@ -309,28 +318,26 @@ class Replica:
         """The worker was told to end: it goes on for those whom nobody else can take."""
         if not self._claim.is_leaving:
             self._claim.leaves()
+            self.life.note(self.state, "its worker was told to stop")
             _logger.info("the worker leaves", extra=fields(replica=self.number))
             self._listener.evacuate(self)
             self._lets_go = self._listener.has_others(self)
 
-    def _let_go(self) -> Verdict:
-        """Ends the claim of a worker that has nothing left to do."""
-        self._ended_by = EndKind.DRAINING
-        verdict = self._claim.ended(ClaimEnd(EndKind.DRAINING, "left"), self._clock())
-        self._metrics.worker_lost()
-        self._listener.changed(self)
-        _logger.info("worker let go", extra=fields(replica=self.number))
-        return verdict
-
-    def _end_claim(self, error: ClaimError) -> Verdict:
-        """Notes that the claim, or an attempt to make one, is over."""
+    def _end_claim(self, error: ClaimError | None) -> Verdict:
+        """Notes that the claim, or an attempt to make one, is over. None: its worker was let go."""
         was_attached = self._claim.is_attached
-        end = end_of(error)
+        end = ClaimEnd(EndKind.DRAINING, "it has nothing left to do")
+        if error is not None:
+            end = end_of(error)
         verdict = self._claim.ended(end, self._clock())
+        self.life.note(self.state, end.cause)
         if was_attached:
-            self._ended_by = end.kind
-            self._metrics.worker_lost()
+            self.ended_by = end.kind
+            self._metrics.worker_lost(None if error is None else end.kind.value)
             self._listener.changed(self)
+        if error is None:
+            _logger.info("worker let go", extra=fields(replica=self.number))
+            return verdict
         if verdict.loudness is not Loudness.SILENT:
             log_end(end, error, verdict, self.number, _sequence_count(self.stats()))
         if verdict.accuses_inflight:
@@ -348,31 +355,29 @@ class Replica:
         """The outcome of `waiting`. Sequences whose patience ends meanwhile fail then."""
 
         def give_up() -> None:
+            self.life.note(self.state, self.life.reason)
             self._listener.evacuate(self)
-            if sequence_count := _sequence_count(self.stats()):
-                _logger.warning(
-                    "requests given up: the worker stays away",
-                    extra=fields(
-                        replica=self.number,
-                        sequence_count=sequence_count,
-                        lost_seconds=round(self.lost_seconds, 1),
-                    ),
-                )
+            tell_given_up(self.number, _sequence_count(self.stats()), self.lost_seconds)
             self._register.fail(self, "the worker is gone")
 
-        return await in_patience(waiting, self._claim.patience_left(self._clock()), give_up)
+        left = self._claim.patience_left(self._clock())
+        try:
+            return await self.life.during(in_patience(waiting, left, give_up))
+        finally:
+            waiting.close()  # it may have ended before its task began
 
     def _goes_on(self) -> bool:
         """Whether there is anything to do, now or later."""
-        leaves = self._is_leaving or (self._claim.is_leaving and self._lets_go)
-        return not (leaves and (self._core is None or not self._core.has_work))
+        if not (self.is_leaving or (self._claim.is_leaving and self._lets_go)):
+            return True
+        # What a lost worker still had to be told is nobody's work.
+        has_work = self.attached and self._scheduler().has_work
+        return has_work or _sequence_count(self.stats()) > 0
 
-    def _can_queue(self) -> bool:
-        """Whether a worker is there, or was until shortly ago."""
-        if self._is_leaving:
-            return False
-        state = self._claim.state(self._clock())
-        return state in (ClaimState.ATTACHED, ClaimState.LEAVING, ClaimState.LOST)
+    def _end_if_left(self) -> None:
+        """Once it has left, it waits for no worker."""
+        if not self._goes_on() and not self.attached:
+            self.life.end_wait(Left())
 
     def _scheduler(self) -> Scheduler:
         assert self._core is not None

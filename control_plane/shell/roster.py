@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from control_plane.core.fleet import Member
-from control_plane.shell.ports import WorkerInfo
+from control_plane.shell.ports import MoveMetrics, WorkerElsewhere, WorkerInfo, WorkerUnusable
 from control_plane.shell.replica import Replica
 
 
@@ -18,9 +18,10 @@ class Roster:
     `on_gone` is called when a replica has left.
     """
 
-    def __init__(self, on_gone: Callable[[], None]) -> None:
+    def __init__(self, on_gone: Callable[[], None], metrics: MoveMetrics) -> None:
         self._by_number: dict[int, Replica] = {}
         self._on_gone = on_gone
+        self._metrics = metrics
         self._numbers = count()
         self._joined = asyncio.Event()
 
@@ -52,19 +53,50 @@ class Roster:
         replica = self._by_number.get(number)
         return None if replica is None else replica.member()
 
-    def objection(self, replica: Replica, info: WorkerInfo) -> str | None:
-        """Why a worker can't serve beside those that are attached; None: it can."""
+    def objection(self, replica: Replica, info: WorkerInfo) -> WorkerUnusable | None:
+        """Why a worker can't serve beside those that are attached; None: it can.
+
+        A replica that leaves is in nobody's way. A worker that is attached under the same id is
+        replaced, by a life of it that this replica has not had before: else two workers of one id
+        would replace each other for ever.
+        """
         for other in self.replicas:
-            if other is replica or not other.attached or other.attachment is None:
+            if other is replica or other.is_leaving:
                 continue
-            known = other.attachment.info
-            if known.incarnation_id == info.incarnation_id:
-                return f"worker {info.worker_id!r} is here already, as replica {other.number}"
+            known = other.attachment.info if other.attached and other.attachment else None
+            here = known.incarnation_id if known else other.life.claiming
+            if here == info.incarnation_id:
+                return WorkerElsewhere(
+                    f"worker {info.worker_id!r} is here already, as replica {other.number}"
+                )
+            if known is None:
+                continue
+            if known.worker_id == info.worker_id != "":
+                last = replica.attachment
+                if last is not None and last.info.incarnation_id == info.incarnation_id:
+                    return WorkerUnusable(
+                        f"another worker has its id {info.worker_id!r}, as replica {other.number}:"
+                        " give each a --worker-id of its own"
+                    )
+                continue
             if known.weight_version.digest != info.weight_version.digest:
-                return f"its weights are not those of replica {other.number}, which serves"
+                return WorkerUnusable(
+                    f"its weights are not those of replica {other.number}, which serves"
+                )
             if known.vocabulary_size != info.vocabulary_size:
-                return f"its vocabulary is not that of replica {other.number}, which serves"
+                return WorkerUnusable(
+                    f"its vocabulary is not that of replica {other.number}, which serves"
+                )
         return None
+
+    def namesakes(self, replica: Replica) -> list[Replica]:
+        """The other replicas whose last worker had the id of this one's."""
+        worker_id = replica.life.worker_id
+        return [
+            other
+            for other in self.replicas
+            if other is not replica and other.life.worker_id == worker_id != ""
+        ]
 
     async def run(self) -> None:
         """Runs each replica from when it is added until it has left. Never returns by itself.
@@ -88,6 +120,7 @@ class Roster:
                         replica = tasks.pop(task)
                         task.result()
                         del self._by_number[replica.number]
+                        self._metrics.replica_left(replica.number)
                         self._on_gone()
         finally:
             for task in (*tasks, joined):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from control_plane.core.fleet import MemberState
 from control_plane.shell.replica import Replica
 
 
@@ -34,13 +35,23 @@ class ServingWorker:
     max_sequence_count: int = 0
     running_sequence_count: int = 0
     waiting_sequence_count: int = 0
+    replica: int = 0
+    address: str = ""
+    replica_state: MemberState = MemberState.JOINING
+    reason: str = ""
 
 
 def serving_worker(replica: Replica) -> ServingWorker:
     """The worker of a replica: the one that is attached, or the last one."""
     stats, attachment, capacity = replica.stats(), replica.attachment, replica.capacity
     if stats is None or attachment is None or capacity is None:
-        return ServingWorker(WorkerState.AWAITED)
+        return ServingWorker(
+            WorkerState.AWAITED,
+            replica=replica.number,
+            address=replica.life.address,
+            replica_state=replica.state,
+            reason=replica.life.reason,
+        )
     # The core leaves sequences in their rows until the next worker has come; they run nowhere.
     running = stats.running if replica.attached else 0
     return ServingWorker(
@@ -53,6 +64,10 @@ def serving_worker(replica: Replica) -> ServingWorker:
         max_sequence_count=capacity.max_sequence_count,
         running_sequence_count=running,
         waiting_sequence_count=stats.running + stats.waiting - running,
+        replica=replica.number,
+        address=replica.life.address,
+        replica_state=replica.state,
+        reason=replica.life.reason,
     )
 
 

@@ -23,7 +23,7 @@ from control_plane.core.request import Request, RequestId, StopConditions
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
-from control_plane.shell.ports import Attachment
+from control_plane.shell.ports import Admit, Attachment
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.exactness.cases import BLOCK_SIZE, Case
@@ -225,8 +225,8 @@ class _Worker(InProcessWorker):
         super().__init__(facade)
         self._block_count = block_count
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
-        attachment = await super().attach(epoch)
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
+        attachment = await super().attach(epoch, admit)
         if self._block_count is None:
             return attachment
         pool = replace(attachment.pool, block_count=self._block_count)

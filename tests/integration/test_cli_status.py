@@ -83,7 +83,11 @@ def test_without_a_worker_it_is_not_ready(tmp_path: Path) -> None:
         while (done := run("status", f"--address=127.0.0.1:{port}")).stdout == "":
             assert time.monotonic() < deadline, done.stderr
         assert done.returncode == 1
-        assert rows(done) == {
+        said = rows(done)
+        assert re.fullmatch(r"0, at 127\.0\.0\.1:\d+", said.pop("replica"))
+        because = said.pop("because")
+        assert because == "it was listed" or because.startswith("no worker answers at 127.0.0.1:")
+        assert said == {
             "address": f"127.0.0.1:{port}",
             "control plane": "not ready",
             "reason": "no worker has come yet: requests are refused until one does",
@@ -146,6 +150,27 @@ def test_a_wrong_timeout_is_wrong_usage(seconds: str) -> None:
     done = run("status", f"--timeout={seconds}")
     assert done.returncode == 2
     assert "--timeout" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("life", "said"),
+    [(1, "none has come yet"), (2, "attached"), (3, "suspect"), (4, "away for 7 s"),
+     (5, "draining"), (6, "gone for 7 s"), (0, "attached"), (99, "attached")],
+)  # fmt: skip
+def test_each_replica_says_where_it_is_and_why(life: int, said: str) -> None:
+    """A server that is older than the state, or newer, has its workers all the same."""
+    state = {1: 3, 4: 2, 6: 2}.get(life, 1)
+    first = away(7.0) if state == 2 else pb.ServingWorker(state=state)  # type: ignore[arg-type]
+    first.MergeFrom(
+        pb.ServingWorker(address="gpu-3:1", replica=3, reason="some reason", replica_state=life)  # type: ignore[arg-type]
+    )
+    second = pb.ServingWorker(state=1, address="gpu-4:1", replica=4, replica_state=2)  # type: ignore[arg-type]
+    with serve(ScriptedInference(health=deque([1]), workers=[first, second])) as address:
+        done = run("status", f"--address={address}")
+    lines = [re.split(r" {2,}", line, maxsplit=1) for line in done.stdout.splitlines()]
+    assert ["worker", said] in lines and ["replica", "3, at gpu-3:1"] in lines
+    assert (["because", "some reason"] in lines) is (life != 2)
+    assert ["replica", "4, at gpu-4:1"] in lines
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,17 @@ class Up:
         return [line for line in lines if line["message"] == "worker attached"]
 
     def metric(self, name: str) -> float:
-        """The value of a series."""
+        """The value of a series; of several with these labels and more, the sum."""
         with urllib.request.urlopen(self.metrics_url, timeout=SECONDS) as answer:
             text = answer.read().decode()
-        match = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
-        assert match, name
-        return float(match[1])
+        name, _, wanted = name.removesuffix("}").partition("{")
+        found = [
+            float(value)
+            for labels, value in re.findall(rf"^{name}{{(.*)}} (\S+)$", text, re.MULTILINE)
+            if set(wanted.split(",")) <= set(labels.split(","))
+        ]
+        assert found, name
+        return sum(found)
 
 
 @contextmanager

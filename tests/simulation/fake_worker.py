@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import (
+    Admit,
     Attachment,
     MemoryPool,
     RefusalReason,
@@ -104,10 +105,15 @@ class Machine:
         previous_epoch, self.epoch = self.epoch, epoch
         self.last_step = 0
         self._plans.rows.clear()
-        info = WorkerInfo(
+        pool = MemoryPool(self.block_count, self.block_size)
+        return Attachment(self.info(), pool, previous_epoch)
+
+    def info(self) -> WorkerInfo:
+        """GetWorkerInfo."""
+        return WorkerInfo(
             worker_id=self.name,
             incarnation_id=f"{self.name}.{self.incarnation}",
-            epoch=epoch,
+            epoch=self.epoch,
             model_name="fake",
             vocabulary_size=self.vocabulary_size,
             weight_version=WeightVersion(self.generation, self.digest),
@@ -121,7 +127,6 @@ class Machine:
             device="simulated:0",
             arithmetic=self.arithmetic,
         )
-        return Attachment(info, MemoryPool(self.block_count, self.block_size), previous_epoch)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Forward with inline sampling."""
@@ -209,11 +214,13 @@ class FakeWorker:
         """Whether a claim's pipeline is open."""
         return self._connected
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         await asyncio.sleep(0)
         if not self.reachable:
             raise WorkerLost("unreachable")
         await self._thawed("no answer")
+        if admit is not None:
+            admit(self.machine.info())
         self.attach_count += 1
         if epoch is None:
             epoch = max(self.machine.epoch, self._last_epoch) + 1

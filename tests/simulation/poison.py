@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 
 from control_plane.core.plan import Row, StepPlan, StepResult
-from control_plane.shell.ports import Attachment, RefusalReason, WorkerLost, WorkerRefused
+from control_plane.shell.ports import Admit, Attachment, RefusalReason, WorkerLost, WorkerRefused
 from tests.simulation.fake_worker import FakeWorker, Machine, no_delay
 from tests.support.plan_interpreter import deltas
 
@@ -38,9 +38,9 @@ class PoisonedWorker(FakeWorker):
         self.down_count = 0
         self._refusal: WorkerRefused | None = None
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         self._refusal = None
-        return await super().attach(epoch)
+        return await super().attach(epoch, admit)
 
     async def send(self, plan: StepPlan) -> None:
         try:

@@ -59,9 +59,14 @@ class Report:
             "ready": self.ready,
             "reason": self.reason,
             **{subject.replace(" ", "_"): text for subject, text in self.facts},
-            "workers": [{**asdict(worker), "state": worker.state.value} for worker in self.workers],
+            "workers": [_plain(worker) for worker in self.workers],
             "models": [asdict(model) for model in self.models],
         }
+
+
+def _plain(worker: ServingWorker) -> dict[str, object]:
+    states = {"state": worker.state.value, "replica_state": worker.replica_state.value}
+    return {**asdict(worker), **states}
 
 
 def fetch(connection: Connection, timeout: float) -> Report:

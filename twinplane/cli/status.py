@@ -81,6 +81,10 @@ def _for_people(report: Report) -> str:
 
 def _worker_lines(worker: ServingWorker) -> list[tuple[str, str]]:
     lines = [("worker", _state(worker))]
+    if worker.address:
+        lines.append(("replica", f"{worker.replica}, at {worker.address}"))
+    if worker.reason and worker.replica_state.value != "attached":
+        lines.append(("because", worker.reason))
     if worker.worker_id:
         lines += [("worker id", worker.worker_id), ("device", worker.device)]
     if worker.kv_token_count:
@@ -94,6 +98,11 @@ def _worker_lines(worker: ServingWorker) -> list[tuple[str, str]]:
 
 
 def _state(worker: ServingWorker) -> str:
+    life = worker.replica_state.value
+    if life in ("suspect", "draining"):
+        return life
+    if life == "gone" and worker.away_seconds is not None:
+        return f"gone for {max(1, round(worker.away_seconds))} s"
     if worker.away_seconds is not None:
         return f"away for {max(1, round(worker.away_seconds))} s"
     if worker.state.value == "awaited":

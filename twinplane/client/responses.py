@@ -8,6 +8,7 @@ from twinplane.client.values import (
     Delta,
     FinishReason,
     GenerationResult,
+    ReplicaState,
     SamplingDefaults,
     ServedModel,
     ServingWorker,
@@ -27,6 +28,14 @@ _WORKER_STATES = {
     pb.WORKER_STATE_ATTACHED: WorkerState.ATTACHED,
     pb.WORKER_STATE_AWAY: WorkerState.AWAY,
     pb.WORKER_STATE_AWAITED: WorkerState.AWAITED,
+}
+_REPLICA_STATES = {
+    pb.REPLICA_STATE_JOINING: ReplicaState.JOINING,
+    pb.REPLICA_STATE_ATTACHED: ReplicaState.ATTACHED,
+    pb.REPLICA_STATE_SUSPECT: ReplicaState.SUSPECT,
+    pb.REPLICA_STATE_LOST: ReplicaState.LOST,
+    pb.REPLICA_STATE_DRAINING: ReplicaState.DRAINING,
+    pb.REPLICA_STATE_GONE: ReplicaState.GONE,
 }
 
 
@@ -203,6 +212,10 @@ def serving_workers(response: pb.ListModelsResponse) -> tuple[ServingWorker, ...
             max_sequence_count=worker.max_sequence_count,
             running_sequence_count=worker.running_sequence_count,
             waiting_sequence_count=worker.waiting_sequence_count,
+            replica=worker.replica,
+            address=worker.address,
+            replica_state=_REPLICA_STATES.get(worker.replica_state, ReplicaState.UNKNOWN),
+            reason=worker.reason,
         )
         for worker in response.workers
     )

@@ -143,9 +143,29 @@ class WorkerState(Enum):
     """The server tells a state that this client is too old to know."""
 
 
+class ReplicaState(Enum):
+    """Where a replica is in its life, of which a worker is the only one or a rank."""
+
+    JOINING = "joining"
+    """Its worker was never there."""
+    ATTACHED = "attached"
+    SUSPECT = "suspect"
+    """Its worker is attached, and has given no sign of life for a while."""
+    LOST = "lost"
+    """Its worker may come back."""
+    DRAINING = "draining"
+    """It leaves: it takes nothing new."""
+    GONE = "gone"
+    """Its worker has been lost for longer than requests wait."""
+    UNKNOWN = "unknown"
+    """The server tells none, or one that this client is too old to know."""
+
+
 @dataclass(frozen=True, slots=True)
 class ServingWorker:
     """A worker as its control plane sees it. `away_seconds` is None unless it is away.
+
+    `replica` is the number of its replica, and `reason` says why that is in its state.
 
     The KV tokens are 0 unless it is attached. `free_kv_token_count` are those that new sequences
     can take, and `max_sequence_count` is the maximum number of sequences that run at once.
@@ -160,6 +180,10 @@ class ServingWorker:
     max_sequence_count: int
     running_sequence_count: int
     waiting_sequence_count: int
+    replica: int = 0
+    address: str = ""
+    replica_state: ReplicaState = ReplicaState.UNKNOWN
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from twinplane.models import DEFAULT_MODEL, SIMULATED_MODEL
-from twinplane.paths import expand_address
+from twinplane.settings.addresses import parse_named, parse_replicas
 from twinplane.settings.ranges import (
     COUNT,
     PATIENCE,
@@ -24,6 +24,7 @@ _WORKER = "worker"
 _SCHEDULING = "scheduling"
 _OPERATION = "operation"
 
+DEFAULT_WORKER = "127.0.0.1:50061"
 _LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the output
 
 
@@ -71,12 +72,31 @@ class ControlConfig:
         9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN, range=PORT
     )
 
-    worker: str = option(
-        "127.0.0.1:50061",
+    worker: str | None = option(
+        None,
         "a worker: host:port or unix:PATH, of a replica's ranks all with commas between; may be "
-        "repeated, for each replica once",
+        f"repeated, for each replica once; default: {DEFAULT_WORKER}, unless another setting says "
+        "where workers are",
         group=_WORKER,
         repeated=True,
+    )
+    workers_file: str | None = option(
+        None,
+        "file that lists workers, a replica on each line as for --worker; read again and again",
+        group=_WORKER,
+        path=True,
+    )
+    workers_dns: str | None = option(
+        None,
+        "host:port whose name resolves to the addresses of all workers, as that of a headless "
+        "Kubernetes service; resolved again and again",
+        group=_WORKER,
+    )
+    workers_refresh_seconds: float = option(
+        5.0,
+        "seconds between two looks at --workers-file or --workers-dns",
+        group=_WORKER,
+        range=PATIENCE,
     )
     worker_loss_patience: float = option(
         60.0,
@@ -145,28 +165,17 @@ class ControlConfig:
     def __post_init__(self) -> None:
         """Raises ValueError, naming the setting."""
         require_ranges(self)
-        replicas = [
-            ",".join(map(expand_address, replica.split(","))) for replica in self.worker.split()
-        ]
-        object.__setattr__(self, "worker", " ".join(replicas))
-        addresses = ",".join(replicas).split(",")
-        for address in addresses:
-            if not _is_address(address):
-                raise ValueError(f"worker must be host:port or unix:PATH, not {address!r}")
-            if addresses.count(address) > 1:
-                raise ValueError(f"worker names {address} twice")
+        if self.worker is not None:
+            replicas = parse_replicas(self.worker.split() or [self.worker])
+            object.__setattr__(self, "worker", " ".join(replicas))
+        if self.workers_file == "":
+            raise ValueError("workers_file must be a path, not ''")
+        if self.workers_dns is not None:
+            parse_named(self.workers_dns)
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        """The addresses of each replica: of several ranks, with commas between."""
-        return tuple(self.worker.split())
-
-
-def _is_address(worker: str) -> bool:
-    """Whether gRPC would connect to what is meant: it takes 443 for a port that is missing."""
-    if worker.startswith("unix:"):
-        return worker != "unix:"
-    host, _, port = worker.rpartition(":")
-    if "://" in host and not host.startswith("dns://"):
-        return False
-    return bool(host) and port.isascii() and port.isdigit() and 0 < int(port) <= 65535
+        """Each replica that settings name by address; the ranks of one with commas between."""
+        if self.worker is not None:
+            return tuple(self.worker.split())
+        return () if self.workers_file or self.workers_dns else (DEFAULT_WORKER,)

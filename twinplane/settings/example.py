@@ -31,6 +31,9 @@ _EXAMPLES = {
     "served_model_name": "assistant",
     "uds": "/run/twinplane/plane.sock",
     "worker_id": "gpu-0",
+    "worker": "127.0.0.1:50061",
+    "workers_file": "/etc/twinplane/workers",
+    "workers_dns": "workers.default.svc:50061",
     "rendezvous_host": "gpu-0.example",
 }
 

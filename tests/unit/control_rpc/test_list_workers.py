@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import twinplane
+from control_plane.core.fleet import MemberState
 from control_plane.rpc.convert import serving_worker_to_pb
 from control_plane.shell import workers
 from control_plane.shell.workers import ServingWorker, WorkerState
@@ -23,7 +24,9 @@ SECONDS = st.floats(0, 1e9)
 
 
 WORKERS = st.builds(
-    ServingWorker, st.sampled_from(WorkerState), NAME, NAME, SECONDS, KV, KV, COUNT, COUNT, COUNT
+    ServingWorker,
+    *(st.sampled_from(WorkerState), NAME, NAME, SECONDS, KV, KV, COUNT, COUNT, COUNT),
+    *(COUNT, NAME, st.sampled_from(MemberState), NAME),
 )
 
 
@@ -32,7 +35,9 @@ def test_a_worker_means_the_same_to_a_client(sent: ServingWorker) -> None:
     message = pb.ListModelsResponse(workers=[serving_worker_to_pb(sent)])
     [got] = serving_workers(pb.ListModelsResponse.FromString(message.SerializeToString()))
     expected = asdict(sent) | {"state": sent.state.value, "away_seconds": got.away_seconds}
-    assert asdict(got) | {"state": got.state.value} == expected
+    expected["replica_state"] = sent.replica_state.value
+    states = {"state": got.state.value, "replica_state": got.replica_state.value}
+    assert asdict(got) | states == expected
     if sent.state is WorkerState.AWAY:
         assert got.away_seconds == pytest.approx(sent.away_seconds, abs=1e-6)
     else:
@@ -43,6 +48,10 @@ def test_both_sides_know_the_contract_s_states_and_fields() -> None:
     wire = {name.removeprefix("WORKER_STATE_") for name, _ in pb.WorkerState.items()}
     assert {state.name for state in workers.WorkerState} == wire - {"UNSPECIFIED"}
     assert {state.name for state in twinplane.WorkerState} == (wire - {"UNSPECIFIED"}) | {"UNKNOWN"}
+    wire = {name.removeprefix("REPLICA_STATE_") for name, _ in pb.ReplicaState.items()}
+    assert {state.name for state in MemberState} == wire - {"UNSPECIFIED"}
+    known = {state.name for state in twinplane.ReplicaState}
+    assert known == (wire - {"UNSPECIFIED"}) | {"UNKNOWN"}
     names = {field.name.replace("away_seconds", "away") for field in fields(ServingWorker)}
     assert names == set(pb.ServingWorker.DESCRIPTOR.fields_by_name)
 
@@ -66,6 +75,8 @@ async def test_they_are_told_without_a_model(edge: Edge) -> None:
     answer = await edge.stub.ListModels(pb.ListModelsRequest())
     assert not answer.models
     first, second = answer.workers
-    assert first == pb.ServingWorker(state=pb.WORKER_STATE_AWAITED)
+    assert first == pb.ServingWorker(
+        state=pb.WORKER_STATE_AWAITED, replica_state=pb.REPLICA_STATE_JOINING
+    )
     assert second.away.ToMilliseconds() == 12_500
     assert not first.HasField("away")

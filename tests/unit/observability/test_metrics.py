@@ -111,8 +111,8 @@ def test_events_become_counts() -> None:
     replica = telemetry.replica(0, lambda: None)
     attach(replica)
     assert samples(telemetry)["twinplane_worker_up", REPLICA] == 1.0
-    replica.worker_lost()
-    replica.worker_lost()
+    replica.worker_lost("silent")
+    replica.worker_lost("silent")
     attach(replica, resumed=True)
     replica.step_finished(0.02, 0.0002)
     telemetry.first_token(0.3)
@@ -120,7 +120,7 @@ def test_events_become_counts() -> None:
     telemetry.rpc_finished("Generate", "OK", "", 0.5)
     telemetry.rpc_finished("Generate", "OK", "", 7.0)
     found = samples(telemetry)
-    assert found["twinplane_worker_losses_total", REPLICA] == 1.0
+    assert found["twinplane_worker_losses_total", (("cause", "silent"), *REPLICA)] == 1.0
     assert found["twinplane_step_duration_seconds_count", REPLICA] == 1.0
     assert found["twinplane_step_duration_seconds_sum", REPLICA] == pytest.approx(0.02)
     assert found["twinplane_step_control_seconds_sum", REPLICA] == pytest.approx(0.0002)

@@ -34,6 +34,15 @@ def test_the_defaults_are_loopback() -> None:
         ("worker", "127.0.0.1:http"),
         ("worker", "unix:"),
         ("worker", "/run/worker.sock"),
+        ("worker", ""),
+        ("worker", "a:1 a:1"),
+        ("worker", "a:1,b:1 b:1"),
+        ("workers_file", ""),
+        ("workers_dns", ""),
+        ("workers_dns", "workers"),
+        ("workers_dns", "dns:///workers:50061"),
+        ("workers_dns", "unix:/run/a.sock"),
+        ("workers_refresh_seconds", 0.0),
         ("max_model_len", 1),
         ("max_num_seqs", 0),
         ("max_num_batched_tokens", -5),
@@ -64,6 +73,14 @@ def test_what_can_not_work_is_refused_by_name(name: str, value: Any) -> None:
 )
 def test_addresses_that_grpc_takes_are_taken(worker: str) -> None:
     assert ControlConfig(worker=worker).worker == worker
+
+
+def test_the_usual_worker_is_meant_only_where_nothing_else_says_where_workers_are() -> None:
+    assert ControlConfig().replicas == ("127.0.0.1:50061",)
+    assert ControlConfig(workers_file="/run/workers").replicas == ()
+    assert ControlConfig(workers_dns="workers:50061").replicas == ()
+    both = ControlConfig(worker="a:1 b:1,c:1", workers_dns="[fd00::1]:50061")
+    assert both.replicas == ("a:1", "b:1,c:1")
 
 
 def limits(settings: SchedulingSettings, machine: Machine, *, pool: MemoryPool) -> Any:

@@ -13,6 +13,7 @@ import pytest
 from control_plane.core.plan import Message, SamplePlan, StepResult
 from control_plane.core.tokens import Tokens
 from control_plane.shell.ports import (
+    Admit,
     MemoryPool,
     RefusalReason,
     WorkerInfo,
@@ -81,7 +82,7 @@ class FakeRank:
         self.attached = True
         return MemoryPool(10, 4)
 
-    async def attach(self, epoch: int | None = None) -> Any:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Any:
         raise AssertionError("a rank is not attached to alone")
 
     async def send(self, message: Message) -> None:

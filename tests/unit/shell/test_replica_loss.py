@@ -12,6 +12,7 @@ from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.request import RequestId
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.ports import (
+    Admit,
     Attachment,
     RefusalReason,
     WorkerLost,
@@ -208,14 +209,14 @@ class Starting(FakeWorker):
         self._loop = loop
         self.tries: list[float] = []
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         now = self._loop.time()
         self.tries.append(now)
         if now < 3.0:
             raise WorkerLost("no such socket")
         if now < 7.05:
             raise WorkerRefused(RefusalReason.WORKER_LOADING, f"{now} s of loading")
-        return await super().attach(epoch)
+        return await super().attach(epoch, admit)
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

@@ -20,7 +20,7 @@ def test_before_the_first_claim_a_worker_is_awaited() -> None:
         worker = FakeWorker(Machine())
         async with running(loop, worker) as rig:
             fresh = type(rig)(loop, [worker], settings(), 0)
-            assert fresh.serving() == [ServingWorker(WorkerState.AWAITED)]
+            assert fresh.serving() == [ServingWorker(WorkerState.AWAITED, reason="it was listed")]
 
     run_virtual(main)
 

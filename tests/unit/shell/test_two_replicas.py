@@ -298,8 +298,8 @@ def test_replicas_are_counted_apart() -> None:
             lost.break_connection()
             await rig.settled(*answers)
             lines = rig.telemetry.render().decode().splitlines()
-            assert 'twinplane_worker_losses_total{replica="0"} 1.0' in lines
-            assert 'twinplane_worker_losses_total{replica="1"} 0.0' in lines
+            assert 'twinplane_worker_losses_total{cause="unreachable",replica="0"} 1.0' in lines
+            assert 'twinplane_worker_losses_total{cause="unreachable",replica="1"} 0.0' in lines
             assert 'twinplane_requests_submitted_total{replica="0"} 2.0' in lines
             assert 'twinplane_requests_submitted_total{replica="1"} 2.0' in lines
 
