@@ -228,8 +228,12 @@ def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence
     if source.queue_moves:
         return None
     for sequence in source.core.ledger.waiting:
-        if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:
-            continue  # its tokens come soon; or it is on trial where it is
+        if sequence.pending:
+            continue  # its tokens come soon
+        if sequence.sequence_id in source.core.ledger.suspects and (
+            source.state is not MemberState.LOST or target.core.ledger.sequences
+        ):
+            continue  # it is on trial where it is, or would be among others
         if _can_go(sequence, source.traits, target.traits, may_cross=may_cross):
             return sequence
     return None
