@@ -166,6 +166,7 @@ def places(members: Iterable[Member], request: Request, leads: Leads) -> list[Me
         slack=longest // _SLACK_PART,
     )
     found = [taking[number] for number in ordered]
+    found.sort(key=lambda member: member.state is MemberState.LOST)
     wanted = min(length, longest)
     found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)
     if origin is not None:
