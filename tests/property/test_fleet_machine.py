@@ -266,6 +266,6 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 FleetMachine.TestCase.settings = settings(
-    max_examples=examples(250), stateful_step_count=40, deadline=None
+    max_examples=examples(160), stateful_step_count=40, deadline=None
 )
 TestFleetMachine = FleetMachine.TestCase
