@@ -166,6 +166,7 @@ def places(members: Iterable[Member], request: Request, leads: Leads) -> list[Me
         slack=longest // _SLACK_PART,
     )
     found = [taking[number] for number in ordered]
+    found.sort(key=lambda member: member.state is MemberState.LOST)
     wanted = min(length, longest)
     found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)
     if origin is not None:
@@ -228,8 +229,12 @@ def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence
     if source.queue_moves:
         return None
     for sequence in source.core.ledger.waiting:
-        if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:
-            continue  # its tokens come soon; or it is on trial where it is
+        if sequence.pending:
+            continue  # its tokens come soon
+        if sequence.sequence_id in source.core.ledger.suspects and (
+            source.state is not MemberState.LOST or target.core.ledger.sequences
+        ):
+            continue  # it is on trial where it is, or would be among others
         if _can_go(sequence, source.traits, target.traits, may_cross=may_cross):
             return sequence
     return None

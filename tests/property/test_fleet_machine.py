@@ -211,7 +211,10 @@ class FleetMachine(RuleBasedStateMachine):
             if own.core.ledger.sequences or not own.has_free_place or busy:
                 continue
             for other in members:
-                assert not other.core.ledger.waiting, "idle, while another has a queue"
+                assert not other.core.ledger.waiting, (
+                    f"idle, while another has a queue: {other.state}, "
+                    f"{[other.core.story(s.sequence_id) for s in other.core.ledger.waiting]}"
+                )
 
     def teardown(self) -> None:
         try:
@@ -263,6 +266,6 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 FleetMachine.TestCase.settings = settings(
-    max_examples=examples(250), stateful_step_count=40, deadline=None
+    max_examples=examples(160), stateful_step_count=40, deadline=None
 )
 TestFleetMachine = FleetMachine.TestCase
