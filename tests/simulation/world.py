@@ -542,7 +542,8 @@ def _check_losses(plane: Plane, now: float) -> None:
         if own is None or now - since <= CARRIED_SECONDS:
             continue
         for sequence in own.core.ledger.sequences.values():
-            begun = sequence.completion_count > 0
+            # One that never began may wait here because the queues elsewhere are full.
+            begun = sequence.completion_count > 0 and sequence.started_at is not None
             able = [
                 other.number
                 for other in members
@@ -550,7 +551,11 @@ def _check_losses(plane: Plane, now: float) -> None:
                 and other.traits.max_sequence_token_count >= sequence.token_limit
                 and (may_cross or other.traits.arithmetic == own.traits.arithmetic)
             ]
-            _require(not (begun and able), f"{sequence.sequence_id} stays behind: {able} could")
+            is_tried = sequence.sequence_id in own.core.ledger.suspects  # its worker may be back
+            _require(
+                not (begun and able) or is_tried,
+                f"{sequence.sequence_id} stays behind: {able} could",
+            )
 
 
 def _check_busy(plane: Plane) -> None:
