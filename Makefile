@@ -92,13 +92,13 @@ newest:  ## the wire's tests on the newest grpcio and protobuf, without torch; P
 exactness: model  ## the whole exactness matrix: 40 to 90 minutes
 	$(BIN)/python -m tests.exactness $(ARGS)
 
-mutation: $(STUBS)  ## plant bugs in the control core and count those its tests catch: 15 minutes
+mutation: $(STUBS)  ## plant bugs in the control plane and count those its tests catch: half an hour
 	$(BIN)/python -m tests.mutation $(ARGS)
 
 simulate: $(STUBS)  ## simulate whole systems that lose workers, a seed each; ARGS='--seeds 10000' or '--minutes 60'
 	$(BIN)/python -m tests.simulation $(ARGS)
 
-chaos: $(STUBS)  ## kill, stop, cut off and restart real workers under load, 200 times: 20 minutes
+chaos: $(STUBS)  ## kill, stop, cut off and restart real workers under load, 200 times each: two hours
 	$(BIN)/python -m tests.chaos $(ARGS)
 
 firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an install of its own: 5 minutes

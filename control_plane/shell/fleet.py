@@ -174,7 +174,8 @@ class Fleet:
             await self.roster.run()
         finally:
             why = EngineLost if self._accepting else EngineDraining
-            self._stop_accepting()
+            self._accepting = False
+            self._tell_readiness()
             self.register.fail_all(why, "the engine has stopped")
             self._mover.stop()
 
@@ -183,7 +184,8 @@ class Fleet:
 
         What has lost its worker fails long before: nobody will execute it.
         """
-        self._stop_accepting()
+        self._accepting = False
+        self._tell_readiness()
         _logger.info("draining", extra=fields(request_count=len(self.register.requests)))
         try:
             async with asyncio.timeout(grace):
@@ -264,10 +266,6 @@ class Fleet:
         )
         if count:
             _logger.warning("requests have no worker", extra=fields(request_count=count))
-
-    def _stop_accepting(self) -> None:
-        self._accepting = False
-        self._tell_readiness()
 
     def _tell_readiness(self) -> None:
         ready = self.ready

@@ -57,7 +57,7 @@ FLEET_MUTANTS = (
     Mutant(
         "lost-takes-nothing",
         "fleet.py",
-        "_TAKING = (*_PRESENT, MemberState.LOST)",
+        "_TAKING = (*_PRESENT, MemberState.LOST, MemberState.DRAINING)",
         "_TAKING = _PRESENT",
     ),
     Mutant(
@@ -69,8 +69,8 @@ FLEET_MUTANTS = (
     Mutant(
         "a-place-behind-a-queue",
         "fleet.py",
-        "self.is_present and self.is_open and not self.core.ledger.waiting",
-        "self.is_present and self.is_open",
+        "len(ledger.free_rows) > len(ledger.waiting) and",
+        "bool(ledger.free_rows) and",
     ),
     Mutant(
         "cut-short-where-it-is-empty",
@@ -81,14 +81,14 @@ FLEET_MUTANTS = (
     Mutant(
         "evacuates-to-itself",
         "fleet.py",
-        "member.is_present and member is not source]",
+        "member.is_present and member.number != source.number]",
         "member.is_present]",
     ),
     Mutant(
         "evacuates-to-the-lost",
         "fleet.py",
-        "if member.is_present and member is not source",
-        "if member is not source",
+        "if member.is_present and member.number != source.number]",
+        "if member.number != source.number]",
     ),
     Mutant(
         "crosses-though-it-need-not",
@@ -120,8 +120,8 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-who-starts-anyway",
         "fleet.py",
-        "if source.is_present and source.is_open and source.has_blocks(len(first.token_ids)):",
-        "if not source:",
+        "    if source.queue_moves:",
+        "    if not source:",
     ),
     Mutant(
         "relief-of-nobody",
@@ -143,12 +143,7 @@ FLEET_MUTANTS = (
     ),
     Mutant("lost-before-attached", "placement.py", "            not load.attached,\n", ""),
     Mutant("queues-where-it-could-start", "placement.py", "            not load.starts,\n", ""),
-    Mutant(
-        "hits-count-for-nothing",
-        "placement.py",
-        "load.waiting_token_count - load.cached_token_count",
-        "load.waiting_token_count",
-    ),
+    Mutant("hits-count-for-nothing", "placement.py", " - load.cached_token_count", ""),
     Mutant(
         "fullest-first",
         "placement.py",
@@ -156,7 +151,10 @@ FLEET_MUTANTS = (
         "            load.free_kv_tokens,",
     ),
     Mutant(
-        "busiest-first", "placement.py", "            load.running,", "            -load.running,"
+        "busiest-first",
+        "placement.py",
+        "+ _RUNNING_TOKENS * load.running",
+        "- _RUNNING_TOKENS * load.running",
     ),
     Mutant(
         "other-weights-go-on",
@@ -195,10 +193,9 @@ FLEET_MUTANTS = (
     ),
     Mutant(
         "queue-relieved-by-one",
-        "moves.py",
-        "            if other.is_present:\n",
-        "            if not other:\n",
-        "shell",
+        "exchange.py",
+        "if self._free and not member.queue_moves:",
+        "if not self:",
     ),
     Mutant("target-sleeps", "replica.py", "        other._pipeline.wake()\n", "", "shell"),
     Mutant(
@@ -211,14 +208,14 @@ FLEET_MUTANTS = (
     Mutant(
         "leaves-with-what-runs",
         "replica.py",
-        "not (self._is_leaving and (self._core is None or not self._core.has_work))",
-        "not self._is_leaving",
+        "not (leaves and (self._core is None or not self._core.has_work))",
+        "not leaves",
         "shell",
     ),
     Mutant(
         "kv-of-the-dead-kept",
         "replica.py",
-        "self._only_disconnected and attachment.has_kv_of(last)",
+        "self._ended_by in DISCONNECTING and attachment.has_kv_of(last)",
         "attachment.has_kv_of(last)",
         "shell",
     ),
@@ -239,7 +236,7 @@ FLEET_MUTANTS = (
     Mutant(
         "gone-and-still-listed",
         "roster.py",
-        "                        self.replicas.remove(replica)\n",
+        "                        del self._by_number[replica.number]\n",
         "",
         "shell",
     ),

@@ -240,8 +240,8 @@ MUTANTS = (
     Mutant(
         "strikes-for-ever",
         "suspicion.py",
-        "sequence.strike_mark, sequence.strikes = reached, 0",
-        "sequence.strike_mark = reached",
+        "            _clear(sequence)\n            sequence.strike_mark = reached",
+        "            sequence.strike_mark = reached",
     ),
     Mutant(
         "any-result-is-progress",

@@ -132,6 +132,7 @@ class Connection(PoisonedWorker):
     async def ping(self) -> None:
         await self.host.passing.wait()
         await super().ping()
+        await self.host.passing.wait()
 
     async def _passed(self) -> None:
         try:

@@ -9,6 +9,7 @@ import pytest
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.fleet import Member, MemberState, evacuation, places, relief
+from control_plane.core.placement import Leads
 from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.core.request import Request, SequenceId
 from control_plane.core.scheduler import Scheduler
@@ -67,10 +68,10 @@ def targets(source: Member, *others: Member, may_cross: bool = False) -> list[in
 def test_who_may_take(state: MemberState) -> None:
     """New requests: whoever is there, or was shortly ago. Moves: whoever is there."""
     there = state in (MemberState.ATTACHED, MemberState.SUSPECT)
-    soon = there or state is MemberState.LOST
+    soon = there or state in (MemberState.LOST, MemberState.DRAINING)
     other = member(1, state=state)
-    assert [own.number for own in places([other], asked())] == ([1] if soon else [])
-    both = places([member(0), other], asked())
+    assert [own.number for own in places([other], asked(), Leads())] == ([1] if soon else [])
+    both = places([member(0), other], asked(), Leads())
     assert [own.number for own in both] == ([0, 1] if soon else [0])
     lost = member(0, state=MemberState.LOST)
     begin(lost)
@@ -78,7 +79,8 @@ def test_who_may_take(state: MemberState) -> None:
     full = member(2, rows=1)
     fill(full)
     wait(full)
-    assert (relief(other, [full], may_cross=False) is not None) == there
+    moves = relief(other, [full], may_cross=False) is not None
+    assert moves == (state is MemberState.ATTACHED), "nobody goes to one that is silent"
 
 
 def test_nobody_is_moved_to_where_it_is() -> None:
@@ -116,9 +118,9 @@ def test_nobody_is_cut_short_by_a_move(length: int, goes: bool) -> None:
 def test_a_long_request_goes_where_it_is_whole() -> None:
     short, long = member(0, length=16), member(1, length=32)
     fill(long)
-    assert [own.number for own in places([short, long], asked(max_tokens=20))] == [1, 0]
-    assert [own.number for own in places([short, long], asked(max_tokens=8))] == [0, 1]
-    assert [own.number for own in places([short, long], asked(max_tokens=99))] == [1, 0]
+    assert [own.number for own in places([short, long], asked(max_tokens=20), Leads())] == [1, 0]
+    assert [own.number for own in places([short, long], asked(max_tokens=8), Leads())] == [0, 1]
+    assert [own.number for own in places([short, long], asked(max_tokens=99), Leads())] == [1, 0]
 
 
 def test_the_first_by_rank_is_relieved() -> None:
@@ -150,6 +152,8 @@ def test_a_place_is_free_only_without_a_queue_or_a_trial() -> None:
     wait(source)
     idle = member(0)
     assert idle.has_free_place
+    wait(idle)
+    assert idle.has_free_place, "of two rows one is left"
     wait(idle)
     assert not idle.has_free_place
     on_trial = member(2)
