@@ -14,7 +14,8 @@ class Exchange:
 
     `member_of` gives a replica as it is now, by its number; None: it is gone. A replica is noted
     whenever it may have got a queue or a free place: when it was given a sequence, and before each
-    of its plans. So whoever has one is known, but for those that its last plan preempted; that some
+    of its plans. That its worker is a suspect, or away, is no reason to forget it: it may be back
+    without a turn. So whoever has one is known, but for those that its last plan preempted; that some
     have none any more is found out by looking.
     """
 
@@ -29,7 +30,7 @@ class Exchange:
         """Its queue or its places may have changed."""
         if member.core.ledger.waiting:
             self._queued[member.number] = None
-        if member.has_free_place:
+        if member.has_free_row:
             self._free[member.number] = None
 
     def moves(self, member: Member) -> Iterator[Move]:
@@ -47,7 +48,7 @@ class Exchange:
     def _next(self, member: Member) -> Move | None:
         """Who waits here goes first: that may make room for others."""
         if self._free and not member.queue_moves:
-            for other in self._still(self._free, lambda other: other.has_free_place):
+            for other in self._still(self._free, lambda other: other.has_free_row):
                 move = relief(other, [member], may_cross=self._may_cross)
                 if move is not None:
                     return move

@@ -88,11 +88,15 @@ class Member:
         )
 
     @property
+    def has_free_row(self) -> bool:
+        """Whether a row is left, behind those that wait, wherever the worker is."""
+        ledger = self.core.ledger
+        return len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects
+
+    @property
     def has_free_place(self) -> bool:
         """Whether a row is left for a sequence that came now, behind those that wait."""
-        ledger = self.core.ledger
-        free = len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects
-        return free and self.state is MemberState.ATTACHED
+        return self.has_free_row and self.state is MemberState.ATTACHED
 
     def has_place_for(self, token_count: int, hits: list[BlockId]) -> bool:
         """Whether a row and blocks are left for a sequence that came now, behind those that wait.
@@ -137,11 +141,12 @@ class Move:
     target: int
 
 
-def places(members: Iterable[Member], request: Request, leads: Leads) -> list[Member]:
+def places(members: Iterable[Member], request: Request, leads: Leads | None = None) -> list[Member]:
     """The replicas that might take a new request, the best first.
 
     Those that would cut it short come last, however full the others are. One that has tokens goes
-    where they go on as they began, if there is such a place. `leads` is brought up to date.
+    where they go on as they began, if there is such a place. `leads`, the memory of this fleet, is brought up to
+    date.
     """
     taking = {member.number: member for member in members if member.takes_new}
     if len(taking) < 2:
@@ -157,7 +162,7 @@ def places(members: Iterable[Member], request: Request, leads: Leads) -> list[Me
     computed = {
         number: member.core.ledger.counters.computed_tokens for number, member in taking.items()
     }
-    lead = leads.update(computed, reach=_REACH * longest)
+    lead = (leads or Leads()).update(computed, reach=_REACH * longest)
     ordered = placement.order(
         [
             member.load(len(tokens), hashes.of(member), lead[number])

@@ -30,6 +30,9 @@ _LOOKS = 5
 Looks are counted, not seconds: when this process itself was stopped, that is one look, and what has
 arrived meanwhile is read before the next.
 """
+_CALM_LOOKS = 10
+"""Looks for which the answer of a worker that has nothing to do holds. A ping costs a quarter of a
+millisecond, and there may be hundreds of workers. The next message to it ends that."""
 _SUSPICIOUS_LOOKS = 2
 _SUSPICIOUS_PART = 0.6
 """Of the time that a step may take."""
@@ -50,6 +53,8 @@ class Heartbeat:
         self._progress = Progress()
         self._has_heard = False
         self._silent_looks = 0
+        self._calm_looks = 0
+        """Still to come."""
 
     @property
     def is_suspicious(self) -> bool:
@@ -66,6 +71,7 @@ class Heartbeat:
 
     def sends(self, message: Message) -> None:
         """A message goes to the worker now."""
+        self._calm_looks = 0
         self._progress.sent(message, self._clock())
 
     def heard(self, result: StepResult) -> None:
@@ -92,15 +98,21 @@ class Heartbeat:
         """Returns once the worker has been silent for too long, a fifth of that late at most, or
         has not finished a step in time."""
         ping: asyncio.Task[bool] | None = None
-        self._silent_looks = 0
+        self._silent_looks = self._calm_looks = 0
         try:
             while self._silent_looks < _LOOKS:
                 self._has_heard = False
                 if (hung := await self._look()) is not None:
                     return hung
                 if ping is not None and ping.done():
-                    self._has_heard |= ping.result()
+                    answers = ping.result()
+                    self._has_heard |= answers
                     ping = None
+                    if answers and not self._progress.waited(self._clock()):
+                        self._calm_looks = _CALM_LOOKS
+                elif self._calm_looks:
+                    self._calm_looks -= 1
+                    self._has_heard = True
                 self._silent_looks = 0 if self._has_heard else self._silent_looks + 1
                 if self._silent_looks and ping is None:
                     ping = asyncio.create_task(self._ping())

@@ -66,7 +66,8 @@ def targets(source: Member, *others: Member, may_cross: bool = False) -> list[in
 
 @pytest.mark.parametrize("state", MemberState)
 def test_who_may_take(state: MemberState) -> None:
-    """New requests: whoever is there, or was shortly ago. Moves: whoever is there."""
+    """New requests: whoever is there, or may be back. Moves: whoever is there. A free place: whoever
+    gives signs of life."""
     there = state in (MemberState.ATTACHED, MemberState.SUSPECT)
     soon = there or state in (MemberState.LOST, MemberState.DRAINING)
     other = member(1, state=state)
@@ -146,21 +147,36 @@ def test_nobody_overtakes_who_does_not_fit() -> None:
     assert relief(member(2), [source], may_cross=False) is not None
 
 
-def test_a_place_is_free_only_without_a_queue_or_a_trial() -> None:
+def test_a_place_is_free_only_behind_a_queue_and_without_a_trial() -> None:
     source = member(1, rows=1)
     fill(source)
     wait(source)
-    idle = member(0)
-    assert idle.has_free_place
+    idle = member(0, rows=2)
     wait(idle)
-    assert idle.has_free_place, "of two rows one is left"
+    assert idle.has_free_place, "the other row"
+    assert relief(idle, [source], may_cross=False) is not None
     wait(idle)
     assert not idle.has_free_place
+    assert relief(idle, [source], may_cross=False) is None
     on_trial = member(2)
     tried = begin(on_trial)
     on_trial.core.ledger.suspects[tried] = on_trial.core.ledger.sequences[tried]
     assert not on_trial.is_open and not on_trial.has_free_place
     assert relief(on_trial, [source], may_cross=False) is None
+
+
+def test_who_moves_has_blocks_behind_a_queue_and_tokens_of_the_plan() -> None:
+    source = member(1, rows=1)
+    fill(source)
+    wait(source)
+    for prompt_count, fits in ((24, True), (30, False)):
+        few_blocks = member(0, block_count=9)
+        few_blocks.core.add(next(ids), request("r", tuple(range(2, 2 + prompt_count)), 1))
+        assert (relief(few_blocks, [source], may_cross=False) is not None) == fits
+    for prompt_count, fits in ((31, True), (32, False)):
+        full_plan = member(0, length=64)
+        full_plan.core.add(next(ids), request("r", tuple(range(2, 2 + prompt_count)), 1))
+        assert (relief(full_plan, [source], may_cross=False) is not None) == fits
 
 
 def test_whoever_starts_anyway_stays() -> None:

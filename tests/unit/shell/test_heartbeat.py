@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from control_plane.core.plan import StepPlan, StepResult
+from control_plane.core.plan import Row, ScheduledRows, StepPlan, StepResult, WeightVersion
 from control_plane.core.tokens import Tokens
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerSilent
@@ -17,6 +17,7 @@ from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread
 
 LIMIT = 2.4
+WEIGHTS = WeightVersion(1, "w")
 LATEST = LIMIT * 6 / 5
 Ping = Callable[[], Awaitable[None]]
 
@@ -80,6 +81,43 @@ def test_any_answer_is_a_sign_of_life(ping: Ping) -> None:
         worker = Pinged(ping)
         assert await outcome(Heartbeat(worker, LIMIT, loop.time), 3600.0) is None
         assert worker.ping_count <= 3600 / LIMIT * 5 / 2 + 1, "every other look at most"
+
+    run_virtual(main)
+
+
+def test_an_idle_worker_is_asked_seldom_and_one_with_work_at_once() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = Pinged(answer_at_once)
+        heartbeat = Heartbeat(worker, LIMIT, loop.time)
+
+        async def idle_and_then_busy() -> None:
+            await asyncio.sleep(600.0)
+            assert 600 / LIMIT * 5 / 14 <= worker.ping_count <= 600 / LIMIT * 5 / 10
+            worker._answer = no_answer
+            heartbeat.sends(StepPlan(1, 1, WEIGHTS, [], [], ScheduledRows([Row(0)], [0], [1])))
+            began = loop.time()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.sleep(600.0)
+            assert loop.time() - began <= LIMIT * 8 / 5, "an old answer counts for nothing"
+
+        with pytest.raises(WorkerLost):
+            await heartbeat.watched(idle_and_then_busy())
+
+    run_virtual(main)
+
+
+def test_an_idle_worker_that_falls_silent_is_noticed() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = Pinged(answer_at_once)
+
+        async def fall_silent() -> None:
+            await asyncio.sleep(100.0)
+            worker._answer = no_answer
+            await asyncio.sleep(600.0)
+
+        with pytest.raises(WorkerSilent):
+            await Heartbeat(worker, LIMIT, loop.time).watched(fall_silent())
+        assert loop.time() <= 100.0 + 4 * LIMIT
 
     run_virtual(main)
 
