@@ -113,7 +113,11 @@ class Fleet:
         """See Engine."""
         self.check_room()
         self._reserved_count += 1
-        return self._give_back
+
+        def give_back() -> None:
+            self._reserved_count -= 1
+
+        return give_back
 
     def submit(self, request: Request, stream: TokenStream) -> None:
         """Queues a request. Raises QueueFull, RequestTooLong or an EngineError."""
@@ -238,9 +242,6 @@ class Fleet:
     def replicas(self) -> list[Replica]:
         """All of them, whether their workers are there or not."""
         return self.roster.replicas
-
-    def _give_back(self) -> None:
-        self._reserved_count -= 1
 
     def _place(self, sequence_id: SequenceId, request: Request, stream: TokenStream) -> Replica:
         """Adds a sequence to the first replica, best first, that takes it."""

@@ -184,12 +184,16 @@ FLEET_MUTANTS = (
     Mutant(
         "newcomers-take-nothing",
         "moves.py",
-        "if other.state in _AWAY and other not in self._graces:",
+        "if other.state in _AWAY and (other.life.is_replaced or other not in self._graces):",
         "if not other:",
         "shell",
     ),
     Mutant(
-        "moves-untold", "moves.py", "        self._on_move(move.sequence_id, target)\n", "", "shell"
+        "moves-untold",
+        "moves.py",
+        "        self._register.moved(move.sequence_id, target)\n",
+        "",
+        "shell",
     ),
     Mutant(
         "queue-relieved-by-one",
@@ -201,28 +205,28 @@ FLEET_MUTANTS = (
     Mutant(
         "gives-up-before-it-moves",
         "replica.py",
-        "            self._listener.evacuate(self)\n            if sequence_count",
-        "            if sequence_count",
+        "            self._listener.evacuate(self)\n            tell_given_up",
+        "            tell_given_up",
         "shell",
     ),
     Mutant(
         "leaves-with-what-runs",
         "replica.py",
-        "not (leaves and (self._core is None or not self._core.has_work))",
-        "not leaves",
+        "return has_work or _sequence_count(self.stats()) > 0",
+        "return False",
         "shell",
     ),
     Mutant(
         "kv-of-the-dead-kept",
         "replica.py",
-        "self._ended_by in DISCONNECTING and attachment.has_kv_of(last)",
+        "self.ended_by in DISCONNECTING and attachment.has_kv_of(last)",
         "attachment.has_kv_of(last)",
         "shell",
     ),
     Mutant(
         "same-process-twice",
         "roster.py",
-        "if known.incarnation_id == info.incarnation_id:",
+        "if here == info.incarnation_id:",
         "if not known:",
         "shell",
     ),

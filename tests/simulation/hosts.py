@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Mapping
 
 from control_plane.core.plan import StepPlan, StepResult
-from control_plane.shell.ports import Attachment, WorkerLost
+from control_plane.shell.ports import Admit, Attachment, WorkerLost
 from tests.simulation.fake_worker import ATTACH_TIMEOUT, Machine
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.scenario import DELAYS, Spec
@@ -97,10 +97,10 @@ class Connection(PoisonedWorker):
         """Results that will come out of turn."""
         host.connections.append(self)
 
-    async def attach(self, epoch: int | None = None) -> Attachment:
+    async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         await self._passed()
         self._late.clear()
-        answer = await super().attach(epoch)
+        answer = await super().attach(epoch, admit)
         await self._passed()
         return answer
 
