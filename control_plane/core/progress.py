@@ -33,6 +33,10 @@ _NOISE = 1.5
 """How much more than its bound a step may take before the bound is wrong."""
 _KIND_COUNT = 64
 """How many kinds of steps are remembered: those that were seen last."""
+_QUICK_SECONDS = 0.05
+_SAMPLED = 16
+"""Of steps that take less, one in so many is remembered, and each of the first: they are so far
+from overdue that to look at all of them is not worth what it costs."""
 _FADING = 0.9
 """Of a kind's longest step, with each shorter one."""
 
@@ -103,6 +107,8 @@ class Progress:
         self._seen: dict[tuple[int, int, int], tuple[Work, float]] = {}
         """Of each kind, a step's work and seconds; the kind that was seen last is last."""
         self._factor = 1
+        self._answer_count = 0
+        """In this life of the worker."""
 
     def attached(self, *, same_life: bool) -> None:
         """A claim begins, with nothing in flight. Another life of the worker is not known yet."""
@@ -110,6 +116,7 @@ class Progress:
             self._factor = min(self._factor * 2, LONGEST_FACTOR)
         if not same_life:
             self._seen.clear()
+            self._answer_count = 0
         self._open.clear()
 
     def sent(self, message: Message, now: float) -> None:
@@ -122,7 +129,14 @@ class Progress:
         """The oldest message was answered; by the worker's own clock it took so long."""
         if not self._open:
             return  # somebody else will find out that there was nothing to answer
-        self._learn(work_of(self._open.popleft()), max(now - self._began, executed_seconds))
+        message, seconds = self._open.popleft(), max(now - self._began, executed_seconds)
+        self._answer_count += 1
+        if (
+            seconds > _QUICK_SECONDS
+            or self._answer_count <= _KIND_COUNT
+            or not self._answer_count % _SAMPLED
+        ):
+            self._learn(work_of(message), seconds)
         self._began = now
         self._factor = 1
 
