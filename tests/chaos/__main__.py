@@ -94,6 +94,7 @@ async def run_trial(
     """One trial, from idle to idle."""
     rng = random.Random(f"{trial} {options.seed}")
     asking = await cases(stack, options.streams, options.tokens)
+    await stack.idle()
     before, task_count = stack.held(), task_count_of_control_plane()
     report = Report(trial)
     if trial == "cancel":

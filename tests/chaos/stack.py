@@ -57,6 +57,12 @@ class Stack:
             while not all(replica.attached for replica in self.fleet.replicas):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def idle(self) -> None:
+        """Waits until no replica has anything to do."""
+        async with asyncio.timeout(ATTACH_SECONDS):
+            while any(replica._core.has_work for replica in self.fleet.replicas):  # type: ignore[union-attr]  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
     def held(self) -> list[Held]:
         """What each replica holds."""
         found = []
