@@ -15,8 +15,8 @@ class Exchange:
     `member_of` gives a replica as it is now, by its number; None: it is gone. A replica is noted
     whenever it may have got a queue or a free place: when it was given a sequence, and before each
     of its plans. That its worker is a suspect, or away, is no reason to forget it: it may be back
-    without a turn. So whoever has one is known, but for those that its last plan preempted; that some
-    have none any more is found out by looking.
+    without a turn. So whoever has one is known, but for those that its last plan preempted; that
+    some have none any more is found out by looking.
     """
 
     def __init__(self, member_of: Callable[[int], Member | None], *, may_cross: bool) -> None:

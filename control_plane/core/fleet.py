@@ -145,8 +145,8 @@ def places(members: Iterable[Member], request: Request, leads: Leads | None = No
     """The replicas that might take a new request, the best first.
 
     Those that would cut it short come last, however full the others are. One that has tokens goes
-    where they go on as they began, if there is such a place. `leads`, the memory of this fleet, is brought up to
-    date.
+    where they go on as they began, if there is such a place. `leads`, the memory of this fleet, is
+    brought up to date.
     """
     taking = {member.number: member for member in members if member.takes_new}
     if len(taking) < 2:

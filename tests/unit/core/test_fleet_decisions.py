@@ -66,8 +66,8 @@ def targets(source: Member, *others: Member, may_cross: bool = False) -> list[in
 
 @pytest.mark.parametrize("state", MemberState)
 def test_who_may_take(state: MemberState) -> None:
-    """New requests: whoever is there, or may be back. Moves: whoever is there. A free place: whoever
-    gives signs of life."""
+    """New requests: whoever is there, or may be back. Moves: whoever is there. A free place:
+    whoever gives signs of life."""
     there = state in (MemberState.ATTACHED, MemberState.SUSPECT)
     soon = there or state in (MemberState.LOST, MemberState.DRAINING)
     other = member(1, state=state)
