@@ -228,3 +228,27 @@ def test_a_refused_plan_leaves_the_group_as_it_is(
                 rank.end()
             assert refused.value.kind == kind
     assert replica.launch(plan).result().tokens.size == 1
+
+
+def test_a_plan_waits_for_the_token_that_it_goes_on_from(
+    rank_pool: list[Rank], folder: Path, expected: list[list[int]]
+) -> None:
+    """Plans ahead of their results, as the controller sends them."""
+    replica = Replica.load(rank_pool, folder, 1, 2)
+    first, last = replica.ranks
+    rig = RunnerRig(replica)
+    rig.add(0, tiny_llama.PROMPTS[0])
+    plans = []
+    for count in (30, 1, 1):
+        plans.append(rig.plan({0: count}))
+        rig.rows[0].computed += count
+        rig.rows[0].tokens.append(0)  # not known yet: the next plan takes it from this step
+    for plan in plans:
+        first.begin("launch", plan)
+    assert first.end() is False
+    results = [last.call("step", plan) for plan in plans]
+    assert [result.tokens.tolist() for result in results] == [[each] for each in expected[0][:3]]
+    for _ in plans[1:]:
+        first.end()
+    digests = [first.call("collect").digest for _ in plans]
+    assert digests == [result.digest for result in results]
