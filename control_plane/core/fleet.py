@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from control_plane.core import placement, succession
+from control_plane.core import placement, room, succession
 from control_plane.core.placement import Leads, Load
 from control_plane.core.plan import BlockId
 from control_plane.core.request import Origin, Request, SequenceId
@@ -84,7 +84,7 @@ class Member:
         return not waiting or (
             self.state is MemberState.ATTACHED
             and self.is_open
-            and self.core.ledger.can_start(len(waiting.first.token_ids), [])
+            and room.can_start(self.core.ledger, len(waiting.first.token_ids), [])
         )
 
     @property
@@ -105,7 +105,7 @@ class Member:
         """
         ledger = self.core.ledger
         waiting = ledger.waiting.prompt_token_count + len(ledger.waiting) * ledger.config.block_size
-        return self.has_free_place and ledger.can_start(waiting + token_count, hits)
+        return self.has_free_place and room.can_start(ledger, waiting + token_count, hits)
 
     def would_start(self, token_count: int) -> bool:
         """Whether the next plan would begin with a sequence that came now: the plan has room, too.
@@ -113,7 +113,7 @@ class Member:
         That its prompt may be cached is not counted on.
         """
         ledger = self.core.ledger
-        planned = ledger.backlog_token_count + len(ledger.running)
+        planned = room.backlog_token_count(ledger) + len(ledger.running)
         return planned < ledger.config.max_step_token_count and self.has_place_for(token_count, [])
 
     def load(self, token_count: int, hashes: list[bytes], lead: int = 0) -> Load:
@@ -124,7 +124,7 @@ class Member:
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
             starts=self.has_place_for(token_count, hits),
-            backlog_token_count=ledger.backlog_token_count,
+            backlog_token_count=room.backlog_token_count(ledger),
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
             cached_token_count=len(hits) * ledger.config.block_size,

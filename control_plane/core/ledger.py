@@ -109,19 +109,6 @@ class Ledger:
     def waiting_count(self) -> int:
         return len(self.waiting) + len(self.parked)
 
-    @property
-    def backlog_token_count(self) -> int:
-        """Tokens of logs that are still to be computed, of those that wait and of those that run.
-
-        Who began to run last ranks last, mostly: the rest is not looked through.
-        """
-        count = self.waiting.missing_token_count
-        for sequence in reversed(self.running.items):
-            if sequence.caught_up:
-                break
-            count += max(0, len(sequence.token_ids) - sequence.computed)
-        return count
-
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
     ) -> None:
@@ -178,15 +165,6 @@ class Ledger:
         )
         sequence.cache_root = self.cache.root(request.cache_salt)
         sequence.block_hashes.clear()
-
-    def can_start(self, token_count: int, hits: list[BlockId]) -> bool:
-        """Whether a waiting sequence of so many tokens, with these hits, finds its blocks free.
-
-        One more stays free for every running sequence to grow into: with less, it would soon be
-        preempted again.
-        """
-        wanted = -(-token_count // self.config.block_size) - len(hits)
-        return wanted + len(self.running) <= self.pool.free_count - self.pool.count_idle(hits)
 
     def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
         """Gives a waiting sequence a row and its cached prefix."""

@@ -24,6 +24,7 @@ from control_plane.core.plan import (
     ScheduledRows,
     StepPlan,
 )
+from control_plane.core.room import can_start
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.suspicion import next_suspect
 
@@ -255,7 +256,7 @@ class _Planner:
             if self.added and self.added_token_count + len(sequence.token_ids) > most_added:
                 break  # the next plan brings it
             hits = ledger.cache.lookup(sequence)
-            if not ledger.can_start(len(sequence.token_ids), hits):
+            if not can_start(ledger, len(sequence.token_ids), hits):
                 break
             self._start(sequence, hits, now)
 

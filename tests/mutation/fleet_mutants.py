@@ -108,14 +108,14 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-whose-tokens-fly",
         "fleet.py",
-        "if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:",
-        "if sequence.sequence_id in source.core.ledger.suspects:",
+        "        if sequence.pending:\n            continue",
+        "        if False:\n            continue",
     ),
     Mutant(
         "relief-of-suspects",
         "fleet.py",
-        "if sequence.pending or sequence.sequence_id in source.core.ledger.suspects:",
-        "if sequence.pending:",
+        "if sequence.sequence_id in source.core.ledger.suspects and (",
+        "if False and (",
     ),
     Mutant(
         "relief-of-who-starts-anyway",

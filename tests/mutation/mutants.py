@@ -117,9 +117,9 @@ MUTANTS = (
     ),
     Mutant(
         "starts-without-room-to-grow",
-        "ledger.py",
-        "return wanted + len(self.running) <= self.pool.free_count",
-        "return wanted <= self.pool.free_count",
+        "room.py",
+        "return wanted + len(ledger.running) <= ledger.pool.free_count",
+        "return wanted <= ledger.pool.free_count",
     ),
     Mutant(
         "samples-past-the-limit",

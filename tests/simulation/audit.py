@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from control_plane.core import invariants
+from control_plane.core.room import can_start
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.replica import Replica
 from tests.simulation.simulated_plane import Plane
@@ -137,7 +138,7 @@ def check_busy(plane: Plane) -> None:
                 if not sequence.pending
                 and sequence.sequence_id not in other.core.ledger.suspects
                 and other.traits == own.traits
-                and ledger.can_start(len(sequence.token_ids), [])
+                and can_start(ledger, len(sequence.token_ids), [])
             ]
             require(not idle_for, f"{own.number} is idle while {idle_for} wait at {other.number}")
 

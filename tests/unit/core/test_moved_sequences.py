@@ -18,6 +18,7 @@ from control_plane.core.request import (
     SequenceId,
     StopConditions,
 )
+from control_plane.core.room import backlog_token_count
 from tests.support.core_harness import Harness
 from tests.support.core_requests import config
 from tests.support.quick import spread
@@ -135,9 +136,9 @@ def test_who_waits_with_a_prefix_counts_what_is_missing() -> None:
     source, target = Harness(limits), Harness(limits)
     target.submit(request(NEIGHBOUR))
     source.submit(request(MOVED))
-    assert source.scheduler.ledger.backlog_token_count == len(PROMPT)
+    assert backlog_token_count(source.scheduler.ledger) == len(PROMPT)
     turn(target)
-    assert target.scheduler.ledger.backlog_token_count == 0
+    assert backlog_token_count(target.scheduler.ledger) == 0
     move(MOVED, source, target)
-    assert source.scheduler.ledger.backlog_token_count == 0
-    assert target.scheduler.ledger.backlog_token_count == 1, "two blocks of four are cached there"
+    assert backlog_token_count(source.scheduler.ledger) == 0
+    assert backlog_token_count(target.scheduler.ledger) == 1, "two blocks of four are cached there"
