@@ -86,7 +86,7 @@ class Stack:
         started = time.monotonic()
         while self.held() != before or task_count_of_control_plane() > task_count:
             waited = time.monotonic() - started
-            assert waited < 30.0, f"{self.held()} is not {before}; {task_count_of_control_plane()}"
+            assert waited < 10.0, f"{self.held()} is not {before}; {task_count_of_control_plane()}"
             await asyncio.sleep(0.01)
         return time.monotonic() - started
 
