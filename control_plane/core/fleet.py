@@ -113,8 +113,21 @@ class Member:
         That its prompt may be cached is not counted on.
         """
         ledger = self.core.ledger
-        planned = ledger.backlog_token_count + len(ledger.running)
+        planned = self.backlog_token_count + len(ledger.running)
         return planned < ledger.config.max_step_token_count and self.has_place_for(token_count, [])
+
+    @property
+    def backlog_token_count(self) -> int:
+        """Tokens of logs that are still to be computed, of those that wait and of those that run.
+
+        Who began to run last ranks last, mostly: the rest is not looked through.
+        """
+        count = self.core.ledger.waiting.missing_token_count
+        for sequence in reversed(self.core.ledger.running.items):
+            if sequence.caught_up:
+                break
+            count += max(0, len(sequence.token_ids) - sequence.computed)
+        return count
 
     def load(self, token_count: int, hashes: list[bytes], lead: int = 0) -> Load:
         """How it looks to a sequence of so many tokens, whose prompt has these block hashes."""
@@ -124,7 +137,7 @@ class Member:
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
             starts=self.has_place_for(token_count, hits),
-            backlog_token_count=ledger.backlog_token_count,
+            backlog_token_count=self.backlog_token_count,
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
             cached_token_count=len(hits) * ledger.config.block_size,

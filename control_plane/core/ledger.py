@@ -109,19 +109,6 @@ class Ledger:
     def waiting_count(self) -> int:
         return len(self.waiting) + len(self.parked)
 
-    @property
-    def backlog_token_count(self) -> int:
-        """Tokens of logs that are still to be computed, of those that wait and of those that run.
-
-        Who began to run last ranks last, mostly: the rest is not looked through.
-        """
-        count = self.waiting.missing_token_count
-        for sequence in reversed(self.running.items):
-            if sequence.caught_up:
-                break
-            count += max(0, len(sequence.token_ids) - sequence.computed)
-        return count
-
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
     ) -> None:
@@ -147,7 +134,7 @@ class Ledger:
             sequence.arithmetic_changed = resumed.origin.arithmetic_changed
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
-        self._queue(sequence)
+        _queue(self, sequence)
         self.tell(sequence, "submitted")
 
     def withdraw(self, sequence: Sequence) -> Sequence:
@@ -166,7 +153,7 @@ class Ledger:
         self.counters.moved_in += 1
         self.sequences[sequence.sequence_id] = sequence
         self.fit(sequence)
-        self._queue(sequence)
+        _queue(self, sequence)
         self.tell(sequence, "moved here")
 
     def fit(self, sequence: Sequence) -> None:
@@ -214,7 +201,7 @@ class Ledger:
         if sequence.held:
             self.ready[sequence.sequence_id] = sequence
         elif self.parked.pop(sequence.sequence_id, None) is not None:
-            self._queue(sequence)
+            _queue(self, sequence)
 
     def hold(self, sequence: Sequence) -> None:
         """The next step holds a sequence. Which tokens are allowed may be known already."""
@@ -238,7 +225,7 @@ class Ledger:
         if parks:
             self.parked[sequence.sequence_id] = sequence
         else:
-            self._queue(sequence)
+            _queue(self, sequence)
         self.counters.preemptions += 1
         self.tell(sequence, "preempted")
 
@@ -300,12 +287,6 @@ class Ledger:
     def tell(self, sequence: Sequence, event: str) -> None:
         self.story.tell(sequence.sequence_id, self.last_step_id, event)
 
-    def _queue(self, sequence: Sequence) -> None:
-        """A sequence waits. Its hits are looked up now: the memo of its hashes is used again."""
-        hits = len(self.cache.lookup(sequence)) * self.config.block_size
-        sequence.missing = len(sequence.token_ids) - hits
-        self.waiting.add(sequence)
-
     def _leave(self, sequence: Sequence) -> None:
         """A live sequence is no longer here; what it computed stays cached."""
         if sequence.row != NO_ROW:
@@ -326,3 +307,10 @@ class Ledger:
         self.free_rows.append(sequence.row)
         self.released_rows.append(sequence.row)
         sequence.vacated(state)
+
+
+def _queue(ledger: Ledger, sequence: Sequence) -> None:
+    """A sequence waits. Its hits are looked up now: the memo of its hashes is used again."""
+    hits = len(ledger.cache.lookup(sequence)) * ledger.config.block_size
+    sequence.missing = len(sequence.token_ids) - hits
+    ledger.waiting.add(sequence)
