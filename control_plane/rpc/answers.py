@@ -46,8 +46,8 @@ class Answer:
             for message in deltas(delta, self._prompt_digest):
                 await context.write(message)
             if delta.finish is not None:
-                finished = _finished(delta.finish, delta.stop_string)
-                await context.write(inference_pb2.GenerateResponse(finished=finished))
+                end = finished(delta.finish, delta.stop_string)
+                await context.write(inference_pb2.GenerateResponse(finished=end))
                 return
 
     async def whole(self) -> inference_pb2.CompleteResponse:
@@ -63,17 +63,17 @@ class Answer:
             answer.token_ids.extend(delta.tokens.ids)
             if delta.finish is not None:
                 break
-        finished = _finished(delta.finish, delta.stop_string)
+        end = finished(delta.finish, delta.stop_string)
         answer.text = "".join(texts)
         # The fields of these names mean the same in both messages.
-        answer.reason = finished.reason
-        answer.usage.CopyFrom(finished.usage)
-        answer.arithmetic_changed = finished.arithmetic_changed
-        match finished.WhichOneof("matched"):
+        answer.reason = end.reason
+        answer.usage.CopyFrom(end.usage)
+        answer.arithmetic_changed = end.arithmetic_changed
+        match end.WhichOneof("matched"):
             case "stop_string":
-                answer.stop_string = finished.stop_string
+                answer.stop_string = end.stop_string
             case "stop_token_id":
-                answer.stop_token_id = finished.stop_token_id
+                answer.stop_token_id = end.stop_token_id
             case _:
                 pass
         return answer
@@ -121,7 +121,7 @@ def _origin(origin: Origin, prompt_digest: bytes) -> inference_pb2.GenerationOri
     )
 
 
-def _finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
+def finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
     """The last message. Raises RowFailed or GenerationCancelled for a finish that is an error."""
     match finish.reason:
         case FinishReason.STOP:

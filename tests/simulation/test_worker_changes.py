@@ -12,8 +12,8 @@ import pytest
 
 from control_plane.core.events import FinishReason
 from control_plane.rpc import convert
+from control_plane.rpc.answers import finished
 from control_plane.rpc.errors import RowFailed, status_of
-from control_plane.rpc.inference_servicer import _finished
 from control_plane.rpc.worker_client import GrpcWorker
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.fleet import Fleet
@@ -148,6 +148,6 @@ async def test_the_request_that_is_to_blame_ends_alone(effect: str) -> None:
     assert finish is not None and finish.reason is FinishReason.FAULT
     assert len(added) == (1 if effect == "refuses" else 5) == claims - 1
     with pytest.raises(RowFailed) as raised:
-        _finished(finish, None)
+        finished(finish, None)
     status = status_of(raised.value)
     assert status is not None and (status.code.name, status.reason) == ("INTERNAL", "ROW_FAULT")

@@ -202,8 +202,9 @@ def test_the_model_s_container_pulls_it() -> None:
     assert (namespace.command, namespace.name) == ("pull", ControlConfig().model)
 
 
-def test_nothing_names_more_than_one_worker() -> None:
-    assert "--worker` takes one address" in README
-    assert isinstance(ControlConfig().worker, str)
+def test_the_ways_to_name_workers_exist() -> None:
+    for setting in ("--worker", "--workers-dns"):
+        assert f"`{setting}`" in README
+        assert hasattr(ControlConfig(), setting[2:].replace("-", "_"))
     for command in re.findall(r"`(twinplane [^`]*)`", README):
         assert shlex.split(command)[1] in {"model", "control", "worker", "up"}
