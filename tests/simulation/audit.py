@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 
 from control_plane.core import invariants
+from control_plane.core.fleet import MemberState
 from control_plane.core.room import can_start
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.replica import Replica
 from tests.simulation.simulated_plane import Plane
 
-NOTICED_SECONDS = 5.5
-"""A worker that gives no sign of life for so long is lost."""
+NOTICED_SECONDS = 13.0
+"""A worker that gives no sign of life for so long is lost: one without work is asked seldom."""
 CARRIED_SECONDS = 0.5
 """What a lost worker had is elsewhere after so long, if anybody can take it."""
 
@@ -54,7 +55,9 @@ def check_plane(plane: Plane) -> None:
     require(totals["in"] == totals["out"], f"moves do not match: {totals}")
     live = len(register._sequences)
     require(totals["submitted"] == totals["over"] + live, f"miscounted: {totals}, {live} live")
-    ready = any(replica.attached for replica in fleet.replicas)
+    ready = any(
+        replica.attached and replica.state is not MemberState.DRAINING for replica in fleet.replicas
+    )
     told = plane.rig.readiness[-1] if plane.rig.readiness else False
     require(fleet.ready == ready == told, f"ready is {ready}, and told is {told}")
 
