@@ -114,9 +114,10 @@ def generate(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def check(answer: str, planes: Planes) -> None:
-    """It is text of about the eight tokens that the programs ask for."""
+    """It is text of the eight tokens that the programs ask for; a byte that is no character's comes
+    as U+FFFD, which is three."""
     with Client(planes.address) as client:
-        assert 4 <= len(client.tokenize(answer, add_special_tokens=False)) <= 16
+        assert 4 <= len(client.tokenize(answer, add_special_tokens=False)) <= 24
 
 
 def test_the_java_program_of_the_page_gets_an_answer(
