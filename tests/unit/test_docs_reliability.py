@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 
 import pytest
@@ -21,11 +20,6 @@ def test_targets(target: str) -> None:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`pytest ([\w/.]+)", PAGE))))
 def test_paths(path: str) -> None:
     assert (ROOT / path).exists()
-
-
-@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ([\w.]+)", PAGE))))
-def test_modules(module: str) -> None:
-    assert importlib.util.find_spec(module) is not None
 
 
 def test_the_trials_are_named_as_they_are() -> None:
