@@ -97,6 +97,7 @@ def check(whole: Told, behind: Told, count: int, text: str) -> None:
     assert behind.origin is None or count == 0, "told again, though nothing has changed"
 
 
+@pytest.mark.slow
 async def test_a_stream_cut_anywhere_goes_on_as_if_it_were_not(folder: Path) -> None:
     async with serving(folder) as stack:
         alone = await told(stack.stub.Generate(NEIGHBOUR))
@@ -111,6 +112,7 @@ def special(name: str) -> AddedToken:
     return AddedToken(name, special=True, normalized=False)
 
 
+@pytest.mark.slow
 async def test_pieces_spaces_and_names_of_tokens_go_on_where_they_stopped(tmp_path: Path) -> None:
     """Vocabularies whose text depends on what comes before, and texts that are held back."""
     pieces = sptoy(more=[special(TURN_END)])
