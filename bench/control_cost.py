@@ -144,6 +144,27 @@ async def read(stream: TokenStream) -> int:
     return takes
 
 
+async def ask(fleet: Fleet, group: asyncio.TaskGroup, count: int, context: int, steps: int) -> None:
+    """So many clients, each with a prompt of `context` tokens, until each has `steps` tokens."""
+    rng = random.Random(1)
+    readers, turns = [], Turns()
+    for index in range(count):
+        stream = TokenStream(gate=turns)
+        fleet.submit(
+            Request(
+                request_id=RequestId(str(index)),
+                prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(context)),
+                sampling=SamplingParams(),
+                seed=index,
+                stop=StopConditions(max_tokens=steps),
+                arrival=time.monotonic(),
+            ),
+            stream,
+        )
+        readers.append(group.create_task(read(stream)))
+    await asyncio.wait(readers)
+
+
 async def measure(rows: int, steps: int, context: int) -> Samples:
     samples = Samples()
     worker = EchoWorker(rows, context + steps + BLOCK_SIZE, samples)
@@ -159,23 +180,7 @@ async def measure(rows: int, steps: int, context: int) -> Samples:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(fleet.run())
         await attached.wait()
-        rng = random.Random(1)
-        readers, turns = [], Turns()
-        for index in range(rows):
-            stream = TokenStream(gate=turns)
-            fleet.submit(
-                Request(
-                    request_id=RequestId(str(index)),
-                    prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(context)),
-                    sampling=SamplingParams(),
-                    seed=index,
-                    stop=StopConditions(max_tokens=steps),
-                    arrival=time.monotonic(),
-                ),
-                stream,
-            )
-            readers.append(group.create_task(read(stream)))
-        await asyncio.wait(readers)
+        await ask(fleet, group, rows, context, steps)
         running.cancel()
     return samples
 

@@ -16,14 +16,11 @@ import random
 import time
 
 from bench import options as flags
-from bench.control_cost import BLOCK_SIZE, VOCABULARY, EchoWorker, Samples, read
+from bench.control_cost import BLOCK_SIZE, EchoWorker, Samples, ask
 from control_plane.core.plan import StepPlan
-from control_plane.core.request import Request, RequestId, SamplingParams, StopConditions
 from control_plane.observability.metrics import Telemetry
-from control_plane.rpc.turns import Turns
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.replica import ReplicaSettings
-from control_plane.shell.stream import TokenStream
 
 CONTEXT = 128
 MOST_OF_ONE = 1.2
@@ -76,23 +73,7 @@ async def measure(replicas: int, rows: int, steps: int) -> float:
         running = group.create_task(fleet.run())
         while not all(replica.attached for replica in fleet.replicas):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        rng = random.Random(1)
-        readers, turns = [], Turns()
-        for index in range(rows * replicas):
-            stream = TokenStream(gate=turns)
-            fleet.submit(
-                Request(
-                    request_id=RequestId(str(index)),
-                    prompt_token_ids=tuple(rng.randrange(VOCABULARY) for _ in range(CONTEXT)),
-                    sampling=SamplingParams(),
-                    seed=index,
-                    stop=StopConditions(max_tokens=steps),
-                    arrival=time.monotonic(),
-                ),
-                stream,
-            )
-            readers.append(group.create_task(read(stream)))
-        await asyncio.wait(readers)
+        await ask(fleet, group, rows * replicas, CONTEXT, steps)
         running.cancel()
     assert meter.seconds > 0, "too few steps in which all rows decode"
     return 1e6 * meter.seconds / (last - first)

@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from twinplane.settings.addresses import parse_named, parse_replicas
 
@@ -135,22 +135,19 @@ async def _aside(call: Callable[[], T]) -> T:
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[T] = loop.create_future()
 
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if outcome.done():
-            return
-        if error is None:
-            outcome.set_result(value)  # type: ignore[arg-type]
-        else:
-            outcome.set_exception(error)
+    def settle(how: Callable[[Any], None], what: T | Exception) -> None:
+        if not outcome.done():
+            how(what)
 
     def run() -> None:
-        value, failure = None, None
+        how: Callable[[Any], None] = outcome.set_result
+        what: T | Exception
         try:
-            value = call()
+            what = call()
         except Exception as error:  # raised again where it is awaited
-            failure = error
+            how, what = outcome.set_exception, error
         if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, failure)
+            loop.call_soon_threadsafe(settle, how, what)
 
     threading.Thread(target=run, name="worker list", daemon=True).start()
     return await outcome
