@@ -11,6 +11,7 @@ from control_plane.core.account import Account
 from control_plane.core.events import Stats
 from control_plane.core.fleet import MemberState
 from control_plane.core.plan import Message, Row, StepResult, WeightVersion
+from control_plane.core.weights import PreparedWeights, WeightsUpdate
 
 HELD_SAMPLING = "held_sampling"
 """The feature that a request with masks needs."""
@@ -194,6 +195,24 @@ class Worker(Protocol):
 
     async def detach(self) -> None:
         """Closes the pipeline. The worker keeps its claim; never raises."""
+        ...
+
+
+class WeightsWorker(Protocol):
+    """What a Worker does with weights beside its pipeline, under the claim that it has. Every
+    method raises WorkerLost or WorkerRefused."""
+
+    async def prepare(self, update: WeightsUpdate) -> PreparedWeights:
+        """Reads and checks other weights while steps go on; may take minutes."""
+        ...
+
+    async def commit(self, update_id: str, digest: str) -> WeightVersion:
+        """Makes prepared weights live, behind every message that was sent. Returns what plans are
+        to expect from then on."""
+        ...
+
+    async def abort(self, update_id: str) -> None:
+        """Drops what is prepared, or ends its preparation. Idempotent."""
         ...
 
 
