@@ -26,6 +26,17 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
   const auto norm = [&](const float* added, const float* weight) {
     rms_norm(context, {hidden, added, weight, model.epsilon, tokens, width, normed});
   };
+  // What the adapters add to projection `which` of layer `index`: 0 qkv … 3 down.
+  const TwkAdapters* const adapters = call.adapters;
+  const auto adapt_tokens = [&](int64_t index, int which, const float* x, int64_t k, float* y,
+                                int64_t y_width) {
+    if (adapters == nullptr) return;
+    const int64_t first = adapters->first_targets[which];
+    const TwkAdapterPart* parts = adapters->parts + index * adapters->first_targets[4] + first;
+    adapt(context, {&adapters->batch, adapters->targets + first,
+                    adapters->first_targets[which + 1] - first, parts, adapters->part_stride, x, k,
+                    k, y, y_width});
+  };
   const float* added = nullptr;
   for (int64_t index = 0; index < model.layer_count; ++index) {
     const TwkLayer& layer = model.layers[index];
@@ -33,6 +44,7 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
                          model.block_size, model.kv_heads, model.head_dim};
     norm(added, layer.input_norm);
     linear(context, {&layer.qkv, layer.qkv_bias, normed, width, tokens, qkv, qkv_width});
+    adapt_tokens(index, 0, normed, width, qkv, qkv_width);
     rope_write(context,
                {qkv, qkv_width, model.q_heads, model.rotary_dim, model.cosines, model.sines,
                 layer.q_norm, layer.k_norm, model.epsilon, &cache, call.batch});
@@ -40,11 +52,14 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
                         model.scale, &cache, call.batch});
     linear(context,
            {&layer.output, layer.output_bias, attended, q_width, tokens, projected, width});
+    adapt_tokens(index, 1, attended, q_width, projected, width);
     norm(projected, layer.post_norm);
     linear(context,
            {&layer.gate_up, layer.gate_up_bias, normed, width, tokens, gate_up, 2 * inner});
+    adapt_tokens(index, 2, normed, width, gate_up, 2 * inner);
     silu_multiply(context, {gate_up, tokens, inner, active});
     linear(context, {&layer.down, layer.down_bias, active, inner, tokens, projected, width});
+    adapt_tokens(index, 3, active, inner, projected, width);
     added = projected;
   }
   if (call.logit_count == 0) return;
