@@ -210,6 +210,32 @@ class WorkerFacade:
         log = self._require_loaded().log
         return await (await self._enqueue(log.memory_pool))
 
+    @property
+    def runner(self) -> Runner:
+        """The runner. Only what says so may be used beside the device's thread."""
+        return self._require_loaded().log.runner
+
+    def require_claim(self, epoch: int) -> None:
+        """Raises StaleEpoch where another epoch holds the claim."""
+        self._require_claim(epoch)
+
+    async def between_steps(self, epoch: int | None, work: Callable[[Runner], T]) -> T:
+        """What `work` makes of the runner on the device's thread, behind what was queued before.
+
+        Under the claim of `epoch`, which is looked at again there; None: under any. Raises what
+        `work` raises, or StaleEpoch.
+        """
+        runner = self.runner
+
+        def claimed() -> T:
+            if epoch is not None:
+                self._require_claim(epoch)
+            return work(runner)
+
+        if epoch is not None:
+            self._require_claim(epoch)
+        return await (await self._enqueue(claimed))
+
     def finish(self) -> None:
         """Takes no claim but of the controller that has it now, which goes on. Idempotent."""
         if self.lifecycle.can_move(LifecycleState.FINISHING):

@@ -123,6 +123,7 @@ class Capability:
     random_seed: int
     ranks: RankCoordinates = RankCoordinates()
     adapter_slot_count: int = 0
+    max_adapter_rank: int = 0
     arithmetic: str = ""
     rendezvous_address: str = ""
 
@@ -151,6 +152,7 @@ class MemoryPool:
     kv_bytes: int
     workspace_bytes: int
     free_bytes: int
+    adapters_bytes: int = 0
 
     @property
     def free_block_count(self) -> int:

@@ -2,14 +2,18 @@
 
 WorkerError
 ├── PlanInvalid           the message is malformed in any state: names the field
+├── UpdateInvalid         an update does not fit the model: names the field or the tensor
 ├── Precondition          the message does not follow from this state
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
 │   ├── RowNotHeld        a row whose logits do not wait for Sample
+│   ├── AdapterInUse      rows use the slot
 │   └── PlanMismatch      the planes have drifted apart: resync
 ├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
-│   └── WorkerDraining
+│   ├── WorkerDraining
+│   └── SourceLost        an update's source ended, broke, or did not come
+├── MemoryShort           an update does not fit in the memory
 ├── GroupLost             another rank of the replica is gone: the epoch is over
 └── RunnerFailed          a bug ended the epoch
 """
@@ -37,6 +41,10 @@ class Reason(StrEnum):
     WORKER_DRAINING = "WORKER_DRAINING"
     GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
+    INVALID_UPDATE = "INVALID_UPDATE"
+    SOURCE_LOST = "SOURCE_LOST"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    ADAPTER_IN_USE = "ADAPTER_IN_USE"
 
 
 class WorkerError(Exception):
@@ -64,6 +72,23 @@ class PlanInvalid(WorkerError):
         super().__init__(f"{field_path}: {description}", rows)
         self.field_path = field_path
         self.description = description
+
+
+class UpdateInvalid(WorkerError):
+    """Weights, or an adapter, that don't fit the model or each other. Nothing has changed."""
+
+    reason = Reason.INVALID_UPDATE
+
+    def __init__(self, field_path: str, description: str) -> None:
+        super().__init__(f"{field_path}: {description}")
+        self.field_path = field_path
+        self.description = description
+
+
+class MemoryShort(WorkerError):
+    """The device or the host has too little memory for an update. Nothing has changed."""
+
+    reason = Reason.OUT_OF_MEMORY
 
 
 class Precondition(WorkerError):
@@ -118,6 +143,12 @@ class PlanMismatch(Precondition):
     reason = Reason.PLAN_MISMATCH
 
 
+class AdapterInUse(Precondition):
+    """Rows of the persistent batch use the adapter's slot."""
+
+    reason = Reason.ADAPTER_IN_USE
+
+
 class WorkerUnavailable(WorkerError):
     """The worker executes nothing at present; the same request may be answered later."""
 
@@ -132,6 +163,12 @@ class WorkerDraining(WorkerUnavailable):
     """The worker finishes what it has and then ends."""
 
     reason = Reason.WORKER_DRAINING
+
+
+class SourceLost(WorkerUnavailable):
+    """The source of an update ended, broke, or did not come in time. Nothing has changed."""
+
+    reason = Reason.SOURCE_LOST
 
 
 class GroupLost(WorkerError):

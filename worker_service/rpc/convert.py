@@ -167,6 +167,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
             max_inflight_step_count=limits.max_inflight_step_count,
         ),
         adapter_slot_count=capability.adapter_slot_count,
+        max_adapter_rank=capability.max_adapter_rank,
         random_seed=capability.random_seed,
         features=sorted(_feature_to_pb(feature) for feature in capability.features),
         attention_backend=capability.attention_backend,
@@ -191,6 +192,7 @@ def pool_to_pb(pool: MemoryPool) -> info_pb2.MemoryPool:
             kv_bytes=pool.kv_bytes,
             workspace_bytes=pool.workspace_bytes,
             free_bytes=pool.free_bytes,
+            adapters_bytes=pool.adapters_bytes,
         ),
     )
 
@@ -226,6 +228,8 @@ def _checked_added(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence
         output=_output_kind_from_pb(f"{path}.output", sequence.output),
         block_ids=_column(f"{path}.block_ids", sequence.block_ids),
         computed_token_count=_int32(f"{path}.computed_token_count", sequence.computed_token_count),
+        adapter_slot=_int32(f"{path}.adapter_slot", sequence.adapter_slot),
+        adapter_digest=sequence.adapter_digest,
     )
 
 

@@ -8,9 +8,11 @@ from twinplane.errors import Violation
 from twinplane.grpc.status import Status
 from worker_service.domain.errors import (
     GroupLost,
+    MemoryShort,
     PlanInvalid,
     Precondition,
     RunnerFailed,
+    UpdateInvalid,
     WorkerError,
     WorkerUnavailable,
 )
@@ -34,6 +36,11 @@ def status_of(error: Exception) -> Status | None:
                 violations=violations,
                 metadata=_blame(error),
             )
+        case UpdateInvalid(reason=reason, field_path=path, description=description):
+            violations = (Violation(path, description),)
+            return Status(code.INVALID_ARGUMENT, reason, message, violations=violations)
+        case MemoryShort(reason=reason):
+            return Status(code.RESOURCE_EXHAUSTED, reason, message, retry_after=_RETRY_SECONDS)
         case Precondition(reason=reason):
             return Status(code.FAILED_PRECONDITION, reason, message, metadata=_blame(error))
         case WorkerUnavailable(reason=reason):

@@ -6,17 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
 import grpc
 
 from twinplane.process.logs import fields
-from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
+from twinplane.worker.v1 import model_runner_pb2
+from worker_service.adapter_loading import AdapterLoading
 from worker_service.domain.errors import PlanInvalid, StaleEpoch, WorkerDraining, WorkerError
 from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade, named
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
+from worker_service.rpc.adapter_servicer import AdapterServicer
 from worker_service.rpc.rendezvous import rendezvous_from_pb
 
 _logger = logging.getLogger(__name__)
@@ -48,10 +51,12 @@ class _Stream:
     fenced: str = ""
 
 
-class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
+class ModelRunnerServicer(AdapterServicer):
     """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
-    def __init__(self, facade: WorkerFacade) -> None:
+    def __init__(self, facade: WorkerFacade, weights_root: Path | None = None) -> None:
+        """`weights_root`: the folder below which a controller may name files."""
+        super().__init__(AdapterLoading(facade, weights_root))
         self._facade = facade
         self._streams: dict[_Stream, asyncio.Task[None]] = {}
         """Each open Execute stream, and what reads it."""

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
 from worker_service.domain.rendezvous import Rendezvous
+from worker_service.runner.adapters import AdapterSlots
 
 
 class PendingStep(Protocol):
@@ -58,6 +59,16 @@ class Ranked(Protocol):
         A step or a `join` of such an epoch that waits for other ranks raises GroupLost soon, so
         that the device thread is free for the next claim. The other ranks' steps end, too.
         """
+        ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A runner with adapter slots, of which it may have none."""
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The slots. Always the same object."""
         ...
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.columns import IntColumn
@@ -26,6 +27,7 @@ from worker_service.domain.plan import (
 from worker_service.domain.rendezvous import Rendezvous
 from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.parallel.peers import Peers
+from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.device import memory_of
 from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
@@ -55,15 +57,21 @@ class ModelRunner:
         cache: KVCache,
         device: torch.device,
         peers: Peers | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`peers` are the other ranks of the replica, if there are any."""
+        """`peers` are the other ranks of the replica, if there are any; `adapters` its slots."""
+        self.adapters = AdapterSlots(AdapterLimits()) if adapters is None else adapters
         self._capability = capability
         self._executor = executor
         self._cache = cache
         self._vocabulary_size = capability.model.vocabulary_size
         self._device = device
         self._state = RequestState(
-            capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
+            capability.limits,
+            cache.block_count,
+            cache.block_size,
+            self._vocabulary_size,
+            self.adapters,
         )
         self._sampling = SamplingState(capability.limits.max_sequence_count)
         self._held = HeldLogits()
@@ -84,6 +92,7 @@ class ModelRunner:
             kv_bytes=self._cache.byte_count,
             workspace_bytes=self._executor.workspace_bytes,
             free_bytes=memory_of(self._device).free_bytes,
+            adapters_bytes=self.adapters.byte_count,
         )
 
     def reset(self) -> None:

@@ -18,6 +18,12 @@ def mix(token_ids: IntColumn, positions: IntColumn) -> Words:
     return scramble((token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64))
 
 
+def adapter_word(digest: str | None) -> int:
+    """What an adapter's hex digest changes in everything that is written to the KV: no bit without
+    an adapter."""
+    return int(digest[:16], 16) if digest else 0
+
+
 def position_weights(positions: Words) -> Words:
     """Odd factors that make a sum depend on the order of what is added up."""
     return positions * np.uint64(2) + np.uint64(1)

@@ -75,7 +75,10 @@ def test_it_adds_each_rows_own_adapter_and_nothing_to_the_others(
 ) -> None:
     adapters = store(cpu)
     kinds = {1: torch.float32, 2: torch.bfloat16, 3: torch.float32, 4: torch.float32}
-    loaded = {slot: adapter(slot, rank, kinds[slot]) for slot, rank in zip(kinds, (1, 16, 24, 7))}
+    ranks = (1, 16, 24, 7)
+    loaded = {
+        slot: adapter(slot, rank, kinds[slot]) for slot, rank in zip(kinds, ranks, strict=True)
+    }
     for slot, modules in loaded.items():
         adapters.prepare(modules)
         adapters.put(slot)

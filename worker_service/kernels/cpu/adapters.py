@@ -8,7 +8,7 @@ read all others.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from ctypes import POINTER, byref, cast, pointer, sizeof
+from ctypes import POINTER, byref, c_int64, cast, pointer, sizeof
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,15 +124,13 @@ class CompiledAdapters:
         padded = -(-self._limits.max_rank // self._width) * self._width
         return StepAdapters(runs_of(batch.adapter_slots, batch.query_starts), padded)
 
-    def describe(self, step: StepAdapters | None) -> library.Adapters | None:
+    def describe(self, step: StepAdapters) -> library.Adapters:
         """The ABI's view of slots and step; valid while both live."""
-        if step is None:
-            return None
         counts = np.cumsum([0, *(len(parts) for parts in self._layers[0])]).tolist()
         return library.Adapters(
             step.batch,
             cast(self._targets, POINTER(library.AdapterTarget)),
-            (library.c_int64 * 5)(*counts),
+            (c_int64 * 5)(*counts),
             cast(self._table, POINTER(library.AdapterPart)),
             self._stride,
         )
@@ -202,8 +200,10 @@ def runs_of(slots: IntColumn, query_starts: IntColumn) -> tuple[IntColumn, IntCo
     """
     lengths = query_starts[1:] - query_starts[:-1]
     of_tokens = np.repeat(slots, lengths)
-    tokens = np.flatnonzero(of_tokens)
-    tokens = tokens[np.argsort(of_tokens[tokens], kind="stable")].astype(np.int32)
+    own_tokens = np.flatnonzero(of_tokens)
+    tokens: IntColumn = own_tokens[np.argsort(of_tokens[own_tokens], kind="stable")].astype(
+        np.int32
+    )
     found, counts = np.unique(of_tokens[tokens], return_counts=True)
     starts, own = [0], []
     for slot, count in zip(found.tolist(), counts.tolist(), strict=True):
