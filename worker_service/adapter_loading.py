@@ -7,18 +7,21 @@ on other threads; the device's own thread only exchanges what a slot points to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from worker_service.device_errors import is_out_of_memory, one_line
 from worker_service.domain.adapters import Adapter, LoadedAdapter, TensorDescription
-from worker_service.domain.errors import MemoryShort, SourceLost, UpdateInvalid
+from worker_service.domain.errors import MemoryLacking, SourceLost, UpdateInvalid
 from worker_service.facade import WorkerFacade
 from worker_service.runner.adapters import AdapterSlots
-from worker_service.runner.interface import Adaptable, Runner
+from worker_service.runner.interface import Adaptable
 from worker_service.weights.adapter_reader import AdapterOutline, outline_adapter, read_adapter
 from worker_service.weights.allowed_root import allowed_path
+
+T = TypeVar("T")
 
 _MOST_LOADS = 8
 
@@ -76,13 +79,12 @@ class AdapterLoading:
     ) -> LoadedAdapter:
         """Loads an adapter into a slot that no row uses, while steps go on.
 
-        Raises UpdateInvalid, AdapterInUse, SourceLost, or MemoryShort, with nothing changed.
+        Raises UpdateInvalid, AdapterInUse, SourceLost, or MemoryLacking, with nothing changed.
         """
-        slots = self._slots()
-        _require_slot(update.slot, slots)
-        await self._facade.between_steps(update.epoch, lambda _: slots.require_unused(update.slot))
+        slots = self._slots(update.epoch, update.slot)
+        await self._on_device(update.epoch, lambda: slots.require_unused(update.slot))
         if self._load_count >= _MOST_LOADS:
-            raise MemoryShort(f"{_MOST_LOADS} adapters are being loaded already")
+            raise MemoryLacking(f"{_MOST_LOADS} adapters are being loaded already")
         self._load_count += 1
         try:
             adapter = await self._read(update, chunks, slots)
@@ -96,19 +98,37 @@ class AdapterLoading:
 
     async def unload(self, epoch: int, slot: int) -> None:
         """Empties a slot. Raises AdapterInUse or UpdateInvalid."""
-        slots = self._slots()
-        _require_slot(slot, slots)
-        await self._facade.between_steps(epoch, lambda _: slots.clear(slot))
+        slots = self._slots(epoch, slot)
+        await self._on_device(epoch, lambda: slots.clear(slot))
 
     async def held(self) -> tuple[LoadedAdapter, ...]:
         """What the slots hold, by slot."""
-        slots = self._slots()
-        return await self._facade.between_steps(None, lambda _: slots.held())
+        slots = self._slots(self._facade.worker_info().epoch)
+        return await (await self._facade.on_device(slots.held))
 
-    def _slots(self) -> AdapterSlots:
-        runner: Runner = self._facade.runner
-        assert isinstance(runner, Adaptable)
-        return runner.adapters
+    def _slots(self, epoch: int, slot: int | None = None) -> AdapterSlots:
+        """The runner's slots, of which one may be meant. Raises StaleEpoch or UpdateInvalid."""
+        runner = self._facade.require_claim(epoch).runner
+        assert isinstance(runner, Adaptable), "a runner that takes no adapters"
+        slots = runner.adapters
+        count = slots.limits.slot_count
+        if slot is not None and not 1 <= slot <= count:
+            raise UpdateInvalid(
+                "update.slot",
+                f"{slot} is no slot: they count from 1 to {count}"
+                if count
+                else "this worker has none; start it with --max-loras",
+            )
+        return slots
+
+    async def _on_device(self, epoch: int, work: Callable[[], T]) -> T:
+        """Does the work between two steps, if the epoch holds the claim then."""
+
+        def claimed() -> T:
+            self._facade.require_claim(epoch)
+            return work()
+
+        return await (await self._facade.on_device(claimed))
 
     async def _read(
         self, update: AdapterUpdate, chunks: AsyncIterator[TensorChunk], slots: AdapterSlots
@@ -168,26 +188,13 @@ class AdapterLoading:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                raise MemoryShort(
+                raise MemoryLacking(
                     f"no memory for an adapter ({one_line(error)}); the slots take "
                     f"{slots.byte_count} bytes in all"
                 ) from error
-            return await self._facade.between_steps(
-                update.epoch, lambda _: slots.put(update.slot, adapter)
-            )
+            return await self._on_device(update.epoch, lambda: slots.put(update.slot, adapter))
 
     def _settled(self, task: asyncio.Task[LoadedAdapter]) -> None:
         self._running.discard(task)
         if not task.cancelled():
             task.exception()  # perhaps nobody waits; whoever does gets it
-
-
-def _require_slot(slot: int, slots: AdapterSlots) -> None:
-    count = slots.limits.slot_count
-    if not 1 <= slot <= count:
-        raise UpdateInvalid(
-            "slot",
-            f"{slot} is no slot: they count from 1 to {count}"
-            if count
-            else "this worker has none; start it with --max-loras",
-        )

@@ -151,7 +151,7 @@ class WorkerFacade:
         ContractMismatch, PlanInvalid or RunnerFailed.
         """
         log = self._require_loaded().log
-        self._require_claimable_by(controller_id)
+        _require_claimable(self.lifecycle, controller_id == self._controller_id)
         version = _shared_version(minimum_version, maximum_version)
         if epoch > MAX_EPOCH:
             raise PlanInvalid("epoch", f"must be at most {MAX_EPOCH}: another has to follow")
@@ -200,6 +200,17 @@ class WorkerFacade:
         capability = self._require_loaded().log.runner.capability()
         return WorkerInfo(capability, self._worker_id, self._incarnation_id, self._claimed_epoch)
 
+    def require_claim(self, epoch: int) -> StepLog:
+        """The log of the epoch that holds the claim. Raises StaleEpoch for another one."""
+        log = self._require_loaded().log
+        self._require_claim(epoch)
+        return log
+
+    async def on_device(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Queues work for the device's thread, behind what was queued before; waits only for room.
+        The future raises what the work raises."""
+        return await self._enqueue(work)
+
     @property
     def broken_by(self) -> str:
         """Why no step can ever run again; empty while one can, or before the runner is built."""
@@ -209,32 +220,6 @@ class WorkerFacade:
         """The KV pool as it is between two steps. Raises GroupLost, too."""
         log = self._require_loaded().log
         return await (await self._enqueue(log.memory_pool))
-
-    @property
-    def runner(self) -> Runner:
-        """The runner. Only what says so may be used beside the device's thread."""
-        return self._require_loaded().log.runner
-
-    def require_claim(self, epoch: int) -> None:
-        """Raises StaleEpoch where another epoch holds the claim."""
-        self._require_claim(epoch)
-
-    async def between_steps(self, epoch: int | None, work: Callable[[Runner], T]) -> T:
-        """What `work` makes of the runner on the device's thread, behind what was queued before.
-
-        Under the claim of `epoch`, which is looked at again there; None: under any. Raises what
-        `work` raises, or StaleEpoch.
-        """
-        runner = self.runner
-
-        def claimed() -> T:
-            if epoch is not None:
-                self._require_claim(epoch)
-            return work(runner)
-
-        if epoch is not None:
-            self._require_claim(epoch)
-        return await (await self._enqueue(claimed))
 
     def finish(self) -> None:
         """Takes no claim but of the controller that has it now, which goes on. Idempotent."""
@@ -268,14 +253,6 @@ class WorkerFacade:
         if self._loaded is None:  # it was told to end while it was loading
             raise WorkerDraining("the worker drains")
         return self._loaded
-
-    def _require_claimable_by(self, controller_id: str) -> None:
-        """A worker that finishes what runs does so for the controller that runs it, which may
-        claim it again. Raises WorkerDraining for another one.
-        """
-        is_finishing = self.lifecycle.state is LifecycleState.FINISHING
-        if is_finishing and controller_id != self._controller_id:
-            raise WorkerDraining("the worker drains")
 
     def _require_claim(self, epoch: int) -> None:
         if epoch != self._claimed_epoch:
@@ -352,6 +329,14 @@ def _count(
         metrics.step_finished(plan, done.result())
     else:
         metrics.step_failed()
+
+
+def _require_claimable(lifecycle: Lifecycle, by_its_own: bool) -> None:
+    """A worker that finishes what runs does so for the controller that runs it, its own, which may
+    claim it again. Raises WorkerDraining for another one.
+    """
+    if lifecycle.state is LifecycleState.FINISHING and not by_its_own:
+        raise WorkerDraining("the worker drains")
 
 
 def named(controller_id: str) -> str:

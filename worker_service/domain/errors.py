@@ -11,9 +11,9 @@ WorkerError
 │   └── PlanMismatch      the planes have drifted apart: resync
 ├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
-│   ├── WorkerDraining
-│   └── SourceLost        an update's source ended, broke, or did not come
-├── MemoryShort           an update does not fit in the memory
+│   └── WorkerDraining
+├── SourceLost            an update's source ended, broke, or did not come
+├── MemoryLacking         an update does not fit in the memory
 ├── GroupLost             another rank of the replica is gone: the epoch is over
 └── RunnerFailed          a bug ended the epoch
 """
@@ -85,7 +85,13 @@ class UpdateInvalid(WorkerError):
         self.description = description
 
 
-class MemoryShort(WorkerError):
+class SourceLost(WorkerError):
+    """The source of an update ended, broke or did not come. Nothing has changed."""
+
+    reason = Reason.SOURCE_LOST
+
+
+class MemoryLacking(WorkerError):
     """The device or the host has too little memory for an update. Nothing has changed."""
 
     reason = Reason.OUT_OF_MEMORY
@@ -163,12 +169,6 @@ class WorkerDraining(WorkerUnavailable):
     """The worker finishes what it has and then ends."""
 
     reason = Reason.WORKER_DRAINING
-
-
-class SourceLost(WorkerUnavailable):
-    """The source of an update ended, broke, or did not come in time. Nothing has changed."""
-
-    reason = Reason.SOURCE_LOST
 
 
 class GroupLost(WorkerError):

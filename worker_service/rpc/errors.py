@@ -8,10 +8,11 @@ from twinplane.errors import Violation
 from twinplane.grpc.status import Status
 from worker_service.domain.errors import (
     GroupLost,
-    MemoryShort,
+    MemoryLacking,
     PlanInvalid,
     Precondition,
     RunnerFailed,
+    SourceLost,
     UpdateInvalid,
     WorkerError,
     WorkerUnavailable,
@@ -39,8 +40,10 @@ def status_of(error: Exception) -> Status | None:
         case UpdateInvalid(reason=reason, field_path=path, description=description):
             violations = (Violation(path, description),)
             return Status(code.INVALID_ARGUMENT, reason, message, violations=violations)
-        case MemoryShort(reason=reason):
-            return Status(code.RESOURCE_EXHAUSTED, reason, message, retry_after=_RETRY_SECONDS)
+        case SourceLost(reason=reason):
+            return Status(code.UNAVAILABLE, reason, message, retry_after=_RETRY_SECONDS)
+        case MemoryLacking(reason=reason):
+            return Status(code.RESOURCE_EXHAUSTED, reason, message, quota="memory")
         case Precondition(reason=reason):
             return Status(code.FAILED_PRECONDITION, reason, message, metadata=_blame(error))
         case WorkerUnavailable(reason=reason):

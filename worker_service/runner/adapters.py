@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from worker_service.domain.adapters import Adapter, AdapterLimits, LoadedAdapter
-from worker_service.domain.errors import AdapterInUse
+from worker_service.domain.errors import AdapterInUse, PlanMismatch
+from worker_service.domain.plan import AddedSequence
 
 Modules = Mapping[str, tuple[int, int]]
 """Outputs and inputs of each projection that can be adapted, by its name in the model."""
@@ -80,6 +81,19 @@ class AdapterSlots:
     def held(self) -> tuple[LoadedAdapter, ...]:
         """What the slots hold, by slot."""
         return tuple(self._held[slot] for slot in sorted(self._held))
+
+    def check(self, sequence: AddedSequence) -> None:
+        """Raises PlanMismatch where the sequence's slot does not hold its adapter."""
+        slot = sequence.adapter_slot
+        if not slot:
+            return
+        held = self.digest(slot)
+        if held is None or held != sequence.adapter_digest:
+            found = "nothing" if held is None else held[:12]
+            raise PlanMismatch(
+                f"slot {slot} holds {found}, the plan is for {sequence.adapter_digest[:12]!r}",
+                (sequence.row,),
+            )
 
     def require_unused(self, slot: int) -> None:
         """Raises AdapterInUse where rows use the slot."""

@@ -50,7 +50,6 @@ class RequestState:
         rows = limits.max_sequence_count
         length = limits.max_sequence_token_count
         self._adapters = AdapterSlots(AdapterLimits()) if adapters is None else adapters
-        self._adapters.uses = self._rows_with_adapter
         self.bounds = PlanBounds(
             limits, block_count, block_size, vocabulary_size, self._adapters.limits.slot_count
         )
@@ -67,6 +66,7 @@ class RequestState:
         self.end_kinds = np.zeros(rows, dtype=np.int8)
         self.held_steps = np.zeros(rows, dtype=np.int64)
         self.adapter_slots = np.zeros(rows, dtype=np.int32)
+        self._adapters.uses = lambda slot: int(np.count_nonzero(self.adapter_slots == slot))
         self._accepted = AcceptedDrafts(rows, limits.max_inflight_step_count)
 
     def reset(self) -> None:
@@ -167,23 +167,8 @@ class RequestState:
             if active[sequence.row]:
                 raise PlanMismatch(f"added row {sequence.row} is taken", (sequence.row,))
             active[sequence.row] = True
-            self._check_adapter(sequence)
+            self._adapters.check(sequence)
         return active
-
-    def _check_adapter(self, sequence: AddedSequence) -> None:
-        slot = sequence.adapter_slot
-        if not slot:
-            return
-        held = self._adapters.digest(slot)
-        if held is None or held != sequence.adapter_digest:
-            found = "nothing" if held is None else held[:12]
-            raise PlanMismatch(
-                f"slot {slot} holds {found}, the plan is for {sequence.adapter_digest[:12]!r}",
-                (sequence.row,),
-            )
-
-    def _rows_with_adapter(self, slot: int) -> int:
-        return int(np.count_nonzero(self.adapter_slots == slot))
 
     def _check_positions(self, plan: StepPlan) -> None:
         scheduled = plan.scheduled

@@ -135,7 +135,7 @@ def read_adapter(folder: Path, modules: Modules | None, limits: AdapterLimits) -
     config_json = _read_text(folder / CONFIG_NAME)
     path = folder / TENSORS_NAME
     if not path.is_file():
-        raise UpdateInvalid("disk.path", f"the folder has no {TENSORS_NAME}")
+        raise UpdateInvalid("update.disk.path", f"the folder has no {TENSORS_NAME}")
     outline = outline_adapter(config_json, _described(path), modules, limits)
     return outline.finish(_read_tensors(path, outline))
 
@@ -235,7 +235,7 @@ def _read_text(path: Path) -> str:
         with path.open("rb") as stream:
             return stream.read(4 * MAX_CONFIG_BYTES + 1).decode("utf-8")
     except FileNotFoundError as error:
-        raise UpdateInvalid("disk.path", f"the folder has no {path.name}") from error
+        raise UpdateInvalid("update.disk.path", f"the folder has no {path.name}") from error
     except UnicodeDecodeError as error:
         raise UpdateInvalid("config_json", "is no UTF-8 text") from error
     except OSError as error:
@@ -275,7 +275,7 @@ def _read_tensors(path: Path, outline: AdapterOutline) -> list[bytearray]:
     for tensor in outline.tensors:
         entry = entries.get(tensor.name)
         if entry is None or _description(tensor.name, entry["dtype"], entry["shape"]) != tensor:
-            raise UpdateInvalid("disk.path", f"{TENSORS_NAME} was changed while it was read")
+            raise UpdateInvalid("update.disk.path", f"{TENSORS_NAME} was changed while it was read")
         buffers.append(bytearray(entry["data"]))
     return buffers
 
@@ -291,7 +291,7 @@ def _description(name: str, stored_format: str, shape: Sequence[int]) -> TensorD
 
 def _unreadable(error: Exception) -> UpdateInvalid:
     text = " ".join(str(error).split())
-    return UpdateInvalid("disk.path", f"{TENSORS_NAME} is no sound safetensors file: {text}")
+    return UpdateInvalid("update.disk.path", f"{TENSORS_NAME} is no sound safetensors file: {text}")
 
 
 def _and_more(count: int) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from worker_service.domain.errors import UpdateInvalid
 
 
-def allowed_path(root: Path | None, path: str, field_path: str = "disk.path") -> Path:
+def allowed_path(root: Path | None, path: str, field_path: str = "update.disk.path") -> Path:
     """The path, links resolved; a relative one is meant from `root`. Raises UpdateInvalid where it
     is not below `root`, or there is none."""
     if root is None:

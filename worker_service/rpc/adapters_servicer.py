@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from twinplane.worker.v1 import adapters_pb2, model_runner_pb2_grpc
+from twinplane.worker.v1 import adapters_pb2
 from worker_service.adapter_loading import AdapterLoading, TensorChunk
 from worker_service.domain.errors import UpdateInvalid
 from worker_service.rpc import adapter_convert as convert
@@ -15,11 +15,10 @@ from worker_service.rpc import adapter_convert as convert
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class AdapterServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
+class AdapterMethods:
     """LoadAdapter, UnloadAdapter and ListAdapters. Refusals are raised unchanged."""
 
-    def __init__(self, adapters: AdapterLoading) -> None:
-        self._adapters = adapters
+    _adapters: AdapterLoading
 
     async def LoadAdapter(  # noqa: N802
         self,
