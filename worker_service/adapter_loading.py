@@ -19,7 +19,7 @@ from worker_service.facade import WorkerFacade
 from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.interface import Adaptable
 from worker_service.weights.adapter_reader import AdapterOutline, outline_adapter, read_adapter
-from worker_service.weights.allowed_root import allowed_path
+from worker_service.weights.paths import allowed_path
 
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class AdapterLoading:
                     raise UpdateInvalid("chunk", "only a streamed adapter has chunks")
                 adapter = await asyncio.to_thread(
                     lambda: read_adapter(
-                        allowed_path(self._root, path), slots.modules, slots.limits
+                        allowed_path(path, self._root), slots.modules, slots.limits
                     )
                 )
             case StreamedAdapter(config_json, tensors):
