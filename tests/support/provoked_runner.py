@@ -9,7 +9,8 @@ import numpy as np
 
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import RowFault, SamplePlan, StepPlan, StepResult
-from worker_service.runner.interface import CompletedStep, PendingStep, Runner
+from worker_service.runner.adapters import AdapterSlots
+from worker_service.runner.interface import Adaptable, CompletedStep, PendingStep, Runner
 
 Provoke = Callable[[StepPlan], Sequence[RowFault]]
 
@@ -22,6 +23,11 @@ class ProvokedRunner:
         self._runner = runner
         self._provoke = provoke
         self._held: dict[int, RowFault] = {}
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        assert isinstance(self._runner, Adaptable)
+        return self._runner.adapters
 
     def capability(self) -> Capability:
         return self._runner.capability()
