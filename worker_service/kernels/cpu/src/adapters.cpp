@@ -1,4 +1,4 @@
-// y += scale * B (A x) for tokens grouped by their adapters (LoRA), after the projection itself.
+// y += scale * B (A x) for tokens grouped by their adapters (LoRA), beside the projection itself.
 //
 // Batch invariance: an element of A x is four interleaved chains of fused multiply-adds over k,
 // added up in one order; an element of B times that is one chain over the rank. How tokens are
@@ -6,9 +6,11 @@
 // adapter is in no segment, and nothing here reads or writes it.
 //
 // With an adapter for each row, reading the adapters from memory is the cost: both matrices are
-// thin panels, [ceil(n / kWidth)][k][kWidth], read once, in order.
+// thin panels, [ceil(n / kWidth)][k][kWidth], read once, in order. The projection of many rows is
+// bound by arithmetic meanwhile. So both are tasks of the same loops: one thread waits for memory
+// while another computes.
 #include "kernels.h"
-#include "parallel.h"
+#include "linear.h"
 
 namespace TWK_NAMESPACE {
 namespace {
@@ -56,11 +58,10 @@ TWK_KERNEL void shrink_tile(const Number* panel, int64_t k, const float* const* 
   }
 }
 
-// y[t] [kCols * kWidth] += kCols panels [rank][kWidth] times sums[t] [rank], for kCount tokens.
-// The last vector has only `lanes` outputs.
+// out[t] [kCols * kWidth] = kCols panels [rank][kWidth] times sums[t] [rank], for kCount tokens.
 template <int kCount, int kCols, typename Number>
 TWK_KERNEL void expand_tile(const Number* panels, int64_t rank, const float* const* sums,
-                            float* const* y, int64_t lanes) {
+                            float* const* out) {
   Vec added[kCount][kCols];
   TWK_UNROLL for (int t = 0; t < kCount; ++t) {
     TWK_UNROLL for (int v = 0; v < kCols; ++v) added[t][v] = zero();
@@ -79,14 +80,7 @@ TWK_KERNEL void expand_tile(const Number* panels, int64_t rank, const float* con
   }
   TWK_UNROLL for (int t = 0; t < kCount; ++t) {
     TWK_UNROLL for (int v = 0; v < kCols; ++v) {
-      float* out = y[t] + v * kWidth;
-      if (v + 1 < kCols || lanes == kWidth) {
-        store(out, load(out) + added[t][v]);
-      } else {
-        float part[kWidth];
-        store(part, added[t][v]);
-        for (int64_t lane = 0; lane < lanes; ++lane) out[lane] += part[lane];
-      }
+      store(out[t] + v * kWidth, added[t][v]);
     }
   }
 }
@@ -103,118 +97,165 @@ TWK_INLINE void with_count(int64_t count, const Body& body) {
   __builtin_unreachable();
 }
 
-// One adapter's tokens, of one projection.
-struct Segment {
-  const TwkAdaptCall& call;
-  const int32_t* tokens;
-  int64_t count;
-  float* sums;  // [count][targets][rank_stride]
-
-  const TwkAdapterPart& part(int64_t slot, int64_t target) const {
-    return call.parts[slot * call.part_stride + target];
+// The tasks of one call. What is added is made in memory of its own, [token][target][padded
+// outputs], because the projection's outputs may not be there yet.
+class AdaptJob {
+ public:
+  AdaptJob(TwkContext* context, const TwkAdaptCall& adapt)
+      : call_(adapt), batch_(*adapt.batch), targets_(adapt.target_count) {
+    if (batch_.segments <= 0) return;
+    for (int64_t target = 0; target < targets_; ++target) {
+      width_ += vectors(target) * kWidth;
+      tasks_ += tasks_of(target);
+    }
+    const int64_t tokens = batch_.starts[batch_.segments];
+    sums_ = floats(context, twk::Use::kSums, tokens * targets_ * batch_.rank_stride);
+    added_ = floats(context, twk::Use::kAdded, tokens * width_);
   }
-  float* sums_of(int64_t token, int64_t target) const {
-    return sums + (token * call.target_count + target) * call.batch->rank_stride;
-  }
-};
 
-template <typename Number>
-void shrink(const Segment& segment, const TwkAdapterPart& part, int64_t target) {
-  const Number* panel = static_cast<const Number*>(part.a);
-  const int64_t k = segment.call.k;
-  for (int64_t first = 0; first < part.rank; first += kWidth, panel += k * kWidth) {
-    for (int64_t token = 0; token < segment.count; token += kTokens) {
-      const int64_t count = smaller(kTokens, segment.count - token);
-      const float* x[kTokens];
-      float* sums[kTokens];
-      for (int64_t t = 0; t < count; ++t) {
-        x[t] = segment.call.x + segment.tokens[token + t] * segment.call.x_stride;
-        sums[t] = segment.sums_of(token + t, target) + first;
-      }
-      with_count(count, [&](auto tile) {
-        shrink_tile<decltype(tile)::kRows>(panel, k, x, part.scale, sums);
-      });
+  int64_t shrinks() const { return batch_.segments * targets_; }
+  int64_t expansions() const { return batch_.segments * tasks_; }
+  int64_t additions() const { return batch_.segments; }
+
+  // A x, of one segment and target.
+  void shrink(int64_t task) const {
+    const int64_t segment = task / targets_, target = task % targets_;
+    const TwkAdapterPart& part = part_of(segment, target);
+    if (part.a == nullptr) return;
+    if (part.kind == TWK_BF16) {
+      shrink_as<uint16_t>(segment, part, target);
+    } else {
+      shrink_as<float>(segment, part, target);
     }
   }
-}
 
-template <typename Number>
-void expand(const Segment& segment, const TwkAdapterPart& part, int64_t target, int64_t begin,
-            int64_t end) {
-  const TwkAdapterTarget& outputs = segment.call.targets[target];
-  const Number* panels = static_cast<const Number*>(part.b);
-  for (int64_t token = 0; token < segment.count; token += kTokens) {
-    const int64_t count = smaller(kTokens, segment.count - token);
-    for (int64_t vector = begin; vector < end; vector += kVectors) {
-      const int64_t columns = smaller(kVectors, end - vector);
-      const float* sums[kTokens];
-      float* y[kTokens];
-      for (int64_t t = 0; t < count; ++t) {
-        sums[t] = segment.sums_of(token + t, target);
-        y[t] = segment.call.y + segment.tokens[token + t] * segment.call.y_stride +
-               outputs.first + vector * kWidth;
-      }
-      const int64_t lanes = smaller(kWidth, outputs.count - (vector + columns - 1) * kWidth);
-      const Number* at = panels + vector * part.rank * kWidth;
-      with_count(count, [&](auto tile) {
-        constexpr int kCount = decltype(tile)::kRows;
-        switch (columns) {
-          case 1: return expand_tile<kCount, 1>(at, part.rank, sums, y, lanes);
-          case 2: return expand_tile<kCount, 2>(at, part.rank, sums, y, lanes);
-          case 3: if constexpr (kVectors > 2) expand_tile<kCount, 3>(at, part.rank, sums, y, lanes);
-            return;
-          case 4: if constexpr (kVectors > 2) expand_tile<kCount, 4>(at, part.rank, sums, y, lanes);
-            return;
+  // B times that, of some outputs.
+  void expand(int64_t task) const {
+    const int64_t segment = task / tasks_;
+    int64_t within = task % tasks_, target = 0;
+    while (within >= tasks_of(target)) within -= tasks_of(target++);
+    const TwkAdapterPart& part = part_of(segment, target);
+    if (part.a == nullptr) return;
+    const int64_t begin = within * kTaskVectors;
+    const int64_t end = smaller(begin + kTaskVectors, vectors(target));
+    if (part.kind == TWK_BF16) {
+      expand_as<uint16_t>(segment, part, target, begin, end);
+    } else {
+      expand_as<float>(segment, part, target, begin, end);
+    }
+  }
+
+  // Adds what was made to the outputs of one segment's tokens.
+  void add(int64_t segment) const {
+    for (int64_t at = batch_.starts[segment]; at < batch_.starts[segment + 1]; ++at) {
+      float* const y = call_.y + batch_.tokens[at] * call_.y_stride;
+      const float* from = added_ + at * width_;
+      for (int64_t target = 0; target < targets_; ++target) {
+        const TwkAdapterTarget& outputs = call_.targets[target];
+        if (part_of(segment, target).a != nullptr) {
+          float* const to = y + outputs.first;
+          for (int64_t i = 0; i < outputs.count; ++i) to[i] += from[i];
         }
-      });
+        from += vectors(target) * kWidth;
+      }
     }
   }
-}
+
+ private:
+  static float* floats(TwkContext* context, twk::Use use, int64_t count) {
+    return static_cast<float*>(twk::scratch(context, use, count * 4));
+  }
+  int64_t vectors(int64_t target) const { return ceil_div(call_.targets[target].count, kWidth); }
+  int64_t tasks_of(int64_t target) const { return ceil_div(vectors(target), kTaskVectors); }
+  const TwkAdapterPart& part_of(int64_t segment, int64_t target) const {
+    return call_.parts[batch_.slots[segment] * call_.part_stride + target];
+  }
+  float* sums_of(int64_t at, int64_t target) const {
+    return sums_ + (at * targets_ + target) * batch_.rank_stride;
+  }
+
+  template <typename Number>
+  void shrink_as(int64_t segment, const TwkAdapterPart& part, int64_t target) const {
+    const Number* panel = static_cast<const Number*>(part.a);
+    const int64_t end = batch_.starts[segment + 1];
+    for (int64_t first = 0; first < part.rank; first += kWidth, panel += call_.k * kWidth) {
+      for (int64_t at = batch_.starts[segment]; at < end; at += kTokens) {
+        const int64_t count = smaller(kTokens, end - at);
+        const float* x[kTokens];
+        float* sums[kTokens];
+        for (int64_t t = 0; t < count; ++t) {
+          x[t] = call_.x + batch_.tokens[at + t] * call_.x_stride;
+          sums[t] = sums_of(at + t, target) + first;
+        }
+        with_count(count, [&](auto tile) {
+          shrink_tile<decltype(tile)::kRows>(panel, call_.k, x, part.scale, sums);
+        });
+      }
+    }
+  }
+
+  template <typename Number>
+  void expand_as(int64_t segment, const TwkAdapterPart& part, int64_t target, int64_t begin,
+                 int64_t end) const {
+    int64_t offset = 0;
+    for (int64_t before = 0; before < target; ++before) offset += vectors(before) * kWidth;
+    const int64_t last = batch_.starts[segment + 1];
+    for (int64_t at = batch_.starts[segment]; at < last; at += kTokens) {
+      const int64_t count = smaller(kTokens, last - at);
+      for (int64_t vector = begin; vector < end; vector += kVectors) {
+        const float* sums[kTokens];
+        float* out[kTokens];
+        for (int64_t t = 0; t < count; ++t) {
+          sums[t] = sums_of(at + t, target);
+          out[t] = added_ + (at + t) * width_ + offset + vector * kWidth;
+        }
+        const Number* panels = static_cast<const Number*>(part.b) + vector * part.rank * kWidth;
+        with_count(count, [&](auto tile) {
+          constexpr int kCount = decltype(tile)::kRows;
+          switch (smaller(kVectors, end - vector)) {
+            case 1: return expand_tile<kCount, 1>(panels, part.rank, sums, out);
+            case 2: return expand_tile<kCount, 2>(panels, part.rank, sums, out);
+            case 3: if constexpr (kVectors > 2) expand_tile<kCount, 3>(panels, part.rank, sums, out);
+              return;
+            case 4: if constexpr (kVectors > 2) expand_tile<kCount, 4>(panels, part.rank, sums, out);
+              return;
+          }
+        });
+      }
+    }
+  }
+
+  const TwkAdaptCall& call_;
+  const TwkAdapterBatch& batch_;
+  const int64_t targets_;
+  int64_t width_ = 0, tasks_ = 0;
+  float* sums_ = nullptr;
+  float* added_ = nullptr;
+};
 
 }  // namespace
 
 void adapt(TwkContext* context, const TwkAdaptCall& call) {
-  const TwkAdapterBatch& batch = *call.batch;
-  if (batch.segments <= 0 || call.target_count <= 0) return;
-  const int64_t tokens = batch.starts[batch.segments];
-  float* const all = static_cast<float*>(twk::scratch(
-      context, twk::Use::kAdapters, tokens * call.target_count * batch.rank_stride * 4));
-  const auto segment_of = [&](int64_t index) {
-    const int64_t start = batch.starts[index];
-    return Segment{call, batch.tokens + start, batch.starts[index + 1] - start,
-                   all + start * call.target_count * batch.rank_stride};
-  };
-  parallel(context, batch.segments * call.target_count, [&](int64_t task, int) {
-    const int64_t index = task / call.target_count, target = task % call.target_count;
-    const Segment segment = segment_of(index);
-    const TwkAdapterPart& part = segment.part(batch.slots[index], target);
-    if (part.a == nullptr) return;
-    if (part.kind == TWK_BF16) {
-      shrink<uint16_t>(segment, part, target);
-    } else {
-      shrink<float>(segment, part, target);
-    }
+  const AdaptJob job(context, call);
+  parallel(context, job.shrinks(), [&](int64_t task, int) { job.shrink(task); });
+  parallel(context, job.expansions(), [&](int64_t task, int) { job.expand(task); });
+  parallel(context, job.additions(), [&](int64_t task, int) { job.add(task); });
+}
+
+void adapted_linear(TwkContext* context, const TwkLinearCall& call, const TwkAdaptCall& adapters) {
+  const LinearJob own(context, call);
+  const AdaptJob job(context, adapters);
+  // Each loop takes half of the projection. The threads' ranges are contiguous, so that one begins
+  // with adapters, the other with the projection.
+  const int64_t half = own.count / 2;
+  const int64_t shrinks = job.shrinks(), expansions = job.expansions();
+  parallel(context, shrinks + half, [&](int64_t task, int) {
+    task < shrinks ? job.shrink(task) : own.run(task - shrinks);
   });
-  const auto tasks_of = [&](int64_t target) {
-    return ceil_div(ceil_div(call.targets[target].count, kWidth), kTaskVectors);
-  };
-  int64_t per_segment = 0;
-  for (int64_t target = 0; target < call.target_count; ++target) per_segment += tasks_of(target);
-  parallel(context, batch.segments * per_segment, [&](int64_t task, int) {
-    const int64_t index = task / per_segment;
-    int64_t within = task % per_segment, target = 0;
-    while (within >= tasks_of(target)) within -= tasks_of(target++);
-    const Segment segment = segment_of(index);
-    const TwkAdapterPart& part = segment.part(batch.slots[index], target);
-    if (part.a == nullptr) return;
-    const int64_t vectors = ceil_div(call.targets[target].count, kWidth);
-    const int64_t begin = within * kTaskVectors, end = smaller(begin + kTaskVectors, vectors);
-    if (part.kind == TWK_BF16) {
-      expand<uint16_t>(segment, part, target, begin, end);
-    } else {
-      expand<float>(segment, part, target, begin, end);
-    }
+  parallel(context, expansions + own.count - half, [&](int64_t task, int) {
+    task < expansions ? job.expand(task) : own.run(half + task - expansions);
   });
+  parallel(context, job.additions(), [&](int64_t task, int) { job.add(task); });
 }
 
 }  // namespace TWK_NAMESPACE

@@ -26,16 +26,16 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
   const auto norm = [&](const float* added, const float* weight) {
     rms_norm(context, {hidden, added, weight, model.epsilon, tokens, width, normed});
   };
-  // What the adapters add to projection `which` of layer `index`: 0 qkv … 3 down.
-  const TwkAdapters* const adapters = call.adapters;
-  const auto adapt_tokens = [&](int64_t index, int which, const float* x, int64_t k, float* y,
-                                int64_t y_width) {
-    if (adapters == nullptr) return;
+  // Projection `which` of layer `index`, 0 qkv … 3 down, with what the adapters add to it.
+  const auto project = [&](int64_t index, int which, const TwkLinearCall& own) {
+    const TwkAdapters* const adapters = call.adapters;
+    if (adapters == nullptr) return linear(context, own);
     const int64_t first = adapters->first_targets[which];
     const TwkAdapterPart* parts = adapters->parts + index * adapters->first_targets[4] + first;
-    adapt(context, {&adapters->batch, adapters->targets + first,
-                    adapters->first_targets[which + 1] - first, parts, adapters->part_stride, x, k,
-                    k, y, y_width});
+    adapted_linear(context, own,
+                   {&adapters->batch, adapters->targets + first,
+                    adapters->first_targets[which + 1] - first, parts, adapters->part_stride,
+                    own.x, own.x_stride, own.packed->k, own.y, own.y_stride});
   };
   const float* added = nullptr;
   for (int64_t index = 0; index < model.layer_count; ++index) {
@@ -43,23 +43,19 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
     const TwkCache cache{layer.keys,       layer.values,   model.kv_kind,
                          model.block_size, model.kv_heads, model.head_dim};
     norm(added, layer.input_norm);
-    linear(context, {&layer.qkv, layer.qkv_bias, normed, width, tokens, qkv, qkv_width});
-    adapt_tokens(index, 0, normed, width, qkv, qkv_width);
+    project(index, 0, {&layer.qkv, layer.qkv_bias, normed, width, tokens, qkv, qkv_width});
     rope_write(context,
                {qkv, qkv_width, model.q_heads, model.rotary_dim, model.cosines, model.sines,
                 layer.q_norm, layer.k_norm, model.epsilon, &cache, call.batch});
     attention(context, {qkv, qkv_width, attended, q_width, model.q_heads, layer.window,
                         model.scale, &cache, call.batch});
-    linear(context,
-           {&layer.output, layer.output_bias, attended, q_width, tokens, projected, width});
-    adapt_tokens(index, 1, attended, q_width, projected, width);
+    project(index, 1,
+            {&layer.output, layer.output_bias, attended, q_width, tokens, projected, width});
     norm(projected, layer.post_norm);
-    linear(context,
-           {&layer.gate_up, layer.gate_up_bias, normed, width, tokens, gate_up, 2 * inner});
-    adapt_tokens(index, 2, normed, width, gate_up, 2 * inner);
+    project(index, 2,
+            {&layer.gate_up, layer.gate_up_bias, normed, width, tokens, gate_up, 2 * inner});
     silu_multiply(context, {gate_up, tokens, inner, active});
-    linear(context, {&layer.down, layer.down_bias, active, inner, tokens, projected, width});
-    adapt_tokens(index, 3, active, inner, projected, width);
+    project(index, 3, {&layer.down, layer.down_bias, active, inner, tokens, projected, width});
     added = projected;
   }
   if (call.logit_count == 0) return;

@@ -8,8 +8,9 @@
 // Few rows: one pass over the panel serves all of them. Reading the weights from memory is the cost.
 // Many rows: k is cut into pieces whose part of the panel stays in the first-level cache while every
 // tile of rows passes over it. Meanwhile the next piece is prefetched.
+#include "linear.h"
+
 #include "kernels.h"
-#include "linear_int8.h"
 
 namespace TWK_NAMESPACE {
 namespace {
@@ -181,34 +182,41 @@ void run_buffered(Block block, int64_t lanes) {
 
 }  // namespace
 
-void linear(TwkContext* context, const TwkLinearCall& call) {
-  const int64_t rows = call.rows;
-  if (rows <= 0 || call.packed->n <= 0) return;
-  const Panels panels(*call.packed);
-  QuantizedRows quantized{};
-  if (panels.quantized) quantized = quantize_rows(context, panels, call.x, call.x_stride, rows);
-  const int64_t chunks = ceil_div(rows, kRowsPerTask);
+LinearJob::LinearJob(TwkContext* context, const TwkLinearCall& linear)
+    : call(linear), panels(*linear.packed) {
+  if (call.rows <= 0 || call.packed->n <= 0) return;
+  if (panels.quantized) {
+    quantized = quantize_rows(context, panels, call.x, call.x_stride, call.rows);
+  }
+  chunks = ceil_div(call.rows, kRowsPerTask);
   // Panel after panel over a group of chunks; then the next group.
-  const int64_t group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
-  parallel(context, panels.count * chunks, [&](int64_t task, int) {
-    const int64_t first = task / (panels.count * group) * group;
-    const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
-    const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
-    Block block{};
-    block.panels = &panels;
-    block.index = index;
-    block.bias = call.bias == nullptr ? nullptr : call.bias + index * kPanelWidth;
-    block.x = call.x + begin * call.x_stride;
-    block.x_stride = call.x_stride;
-    block.rows = smaller(kRowsPerTask, rows - begin);
-    block.y = call.y + begin * call.y_stride + index * kPanelWidth;
-    block.y_stride = call.y_stride;
-    if (panels.quantized) {
-      block.quantized = {quantized.values + begin * panels.kept_k,
-                         quantized.scales + begin * panels.groups};
-    }
-    run_buffered(block, panels.lanes(index));
-  });
+  group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
+  count = panels.count * chunks;
+}
+
+void LinearJob::run(int64_t task) const {
+  const int64_t first = task / (panels.count * group) * group;
+  const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
+  const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
+  Block block{};
+  block.panels = &panels;
+  block.index = index;
+  block.bias = call.bias == nullptr ? nullptr : call.bias + index * kPanelWidth;
+  block.x = call.x + begin * call.x_stride;
+  block.x_stride = call.x_stride;
+  block.rows = smaller(kRowsPerTask, call.rows - begin);
+  block.y = call.y + begin * call.y_stride + index * kPanelWidth;
+  block.y_stride = call.y_stride;
+  if (panels.quantized) {
+    block.quantized = {quantized.values + begin * panels.kept_k,
+                       quantized.scales + begin * panels.groups};
+  }
+  run_buffered(block, panels.lanes(index));
+}
+
+void linear(TwkContext* context, const TwkLinearCall& call) {
+  const LinearJob job(context, call);
+  parallel(context, job.count, [&](int64_t task, int) { job.run(task); });
 }
 
 }  // namespace TWK_NAMESPACE
