@@ -7,7 +7,9 @@ read all others.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from ctypes import POINTER, byref, c_int64, cast, pointer, sizeof
 from dataclasses import dataclass
 
@@ -176,7 +178,13 @@ class CompiledAdapters:
                 yield _aligned(panels * self._width * inputs * item_bytes)
 
     def _allocate(self) -> torch.Tensor:
-        return torch.empty(self._slot_bytes, dtype=torch.uint8)
+        memory = mmap.mmap(-1, self._slot_bytes)
+        # Every adapter of a batch is read from end to end in each step: on small pages that misses
+        # the address cache at each of them.
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def _write(self, slot: int, parts: Sequence[library.AdapterPart]) -> None:
         start = (slot - 1) * self._stride

@@ -7,8 +7,8 @@
 //
 // With an adapter for each row, reading the adapters from memory is the cost: both matrices are
 // thin panels, [ceil(n / kWidth)][k][kWidth], read once, in order. The projection of many rows is
-// bound by arithmetic meanwhile. So both are tasks of the same loops: one thread waits for memory
-// while another computes.
+// bound by arithmetic meanwhile. So each task computes a part of the projection, fetches what some
+// adapters need next, and then applies those.
 #include "kernels.h"
 #include "linear.h"
 
@@ -117,6 +117,23 @@ class AdaptJob {
   int64_t expansions() const { return batch_.segments * tasks_; }
   int64_t additions() const { return batch_.segments; }
 
+  // What memory the tasks from `first` to `last` will read, of shrink or expand.
+  void look_ahead(bool expands, int64_t first, int64_t last, Ahead* ahead) const {
+    int64_t count = 0;
+    for (int64_t task = first; task < last; ++task) {
+      const char* at;
+      int64_t bytes;
+      place(expands, task, &at, &bytes);
+      for (int64_t offset = 0; offset < bytes && count < Ahead::kMost; offset += kOtherBytes) {
+        ahead->chunks[count++] = at + offset;
+      }
+    }
+    ahead->count = count;
+    const char* const spare = reinterpret_cast<const char*>(ahead);
+    const int64_t end = smaller(count + 256, Ahead::kMost + 256);
+    for (int64_t index = count; index < end; ++index) ahead->chunks[index] = spare;
+  }
+
   // A x, of one segment and target.
   void shrink(int64_t task) const {
     const int64_t segment = task / targets_, target = task % targets_;
@@ -131,17 +148,13 @@ class AdaptJob {
 
   // B times that, of some outputs.
   void expand(int64_t task) const {
-    const int64_t segment = task / tasks_;
-    int64_t within = task % tasks_, target = 0;
-    while (within >= tasks_of(target)) within -= tasks_of(target++);
-    const TwkAdapterPart& part = part_of(segment, target);
+    const Outputs outputs = outputs_of(task);
+    const TwkAdapterPart& part = part_of(outputs.segment, outputs.target);
     if (part.a == nullptr) return;
-    const int64_t begin = within * kTaskVectors;
-    const int64_t end = smaller(begin + kTaskVectors, vectors(target));
     if (part.kind == TWK_BF16) {
-      expand_as<uint16_t>(segment, part, target, begin, end);
+      expand_as<uint16_t>(part, outputs);
     } else {
-      expand_as<float>(segment, part, target, begin, end);
+      expand_as<float>(part, outputs);
     }
   }
 
@@ -162,6 +175,11 @@ class AdaptJob {
   }
 
  private:
+  // What one task of expand makes: vectors of one segment's outputs.
+  struct Outputs {
+    int64_t segment, target, begin, end;
+  };
+
   static float* floats(TwkContext* context, twk::Use use, int64_t count) {
     return static_cast<float*>(twk::scratch(context, use, count * 4));
   }
@@ -172,6 +190,27 @@ class AdaptJob {
   }
   float* sums_of(int64_t at, int64_t target) const {
     return sums_ + (at * targets_ + target) * batch_.rank_stride;
+  }
+
+  Outputs outputs_of(int64_t task) const {
+    int64_t within = task % tasks_, target = 0;
+    while (within >= tasks_of(target)) within -= tasks_of(target++);
+    const int64_t begin = within * kTaskVectors;
+    return {task / tasks_, target, begin, smaller(begin + kTaskVectors, vectors(target))};
+  }
+  void place(bool expands, int64_t task, const char** at, int64_t* bytes) const {
+    const Outputs outputs = expands ? outputs_of(task) : Outputs{task / targets_, task % targets_};
+    const TwkAdapterPart& part = part_of(outputs.segment, outputs.target);
+    const int64_t number = part.kind == TWK_BF16 ? 2 : 4;
+    if (part.a == nullptr) {
+      *bytes = 0;
+    } else if (expands) {
+      *at = static_cast<const char*>(part.b) + outputs.begin * part.rank * kWidth * number;
+      *bytes = (outputs.end - outputs.begin) * part.rank * kWidth * number;
+    } else {
+      *at = static_cast<const char*>(part.a);
+      *bytes = ceil_div(part.rank, kWidth) * kWidth * call_.k * number;
+    }
   }
 
   template <typename Number>
@@ -195,24 +234,23 @@ class AdaptJob {
   }
 
   template <typename Number>
-  void expand_as(int64_t segment, const TwkAdapterPart& part, int64_t target, int64_t begin,
-                 int64_t end) const {
+  void expand_as(const TwkAdapterPart& part, const Outputs& outputs) const {
     int64_t offset = 0;
-    for (int64_t before = 0; before < target; ++before) offset += vectors(before) * kWidth;
-    const int64_t last = batch_.starts[segment + 1];
-    for (int64_t at = batch_.starts[segment]; at < last; at += kTokens) {
+    for (int64_t at = 0; at < outputs.target; ++at) offset += vectors(at) * kWidth;
+    const int64_t last = batch_.starts[outputs.segment + 1];
+    for (int64_t at = batch_.starts[outputs.segment]; at < last; at += kTokens) {
       const int64_t count = smaller(kTokens, last - at);
-      for (int64_t vector = begin; vector < end; vector += kVectors) {
+      for (int64_t vector = outputs.begin; vector < outputs.end; vector += kVectors) {
         const float* sums[kTokens];
         float* out[kTokens];
         for (int64_t t = 0; t < count; ++t) {
-          sums[t] = sums_of(at + t, target);
+          sums[t] = sums_of(at + t, outputs.target);
           out[t] = added_ + (at + t) * width_ + offset + vector * kWidth;
         }
         const Number* panels = static_cast<const Number*>(part.b) + vector * part.rank * kWidth;
         with_count(count, [&](auto tile) {
           constexpr int kCount = decltype(tile)::kRows;
-          switch (smaller(kVectors, end - vector)) {
+          switch (smaller(kVectors, outputs.end - vector)) {
             case 1: return expand_tile<kCount, 1>(panels, part.rank, sums, out);
             case 2: return expand_tile<kCount, 2>(panels, part.rank, sums, out);
             case 3: if constexpr (kVectors > 2) expand_tile<kCount, 3>(panels, part.rank, sums, out);
@@ -245,16 +283,32 @@ void adapt(TwkContext* context, const TwkAdaptCall& call) {
 void adapted_linear(TwkContext* context, const TwkLinearCall& call, const TwkAdaptCall& adapters) {
   const LinearJob own(context, call);
   const AdaptJob job(context, adapters);
-  // Each loop takes half of the projection. The threads' ranges are contiguous, so that one begins
-  // with adapters, the other with the projection.
-  const int64_t half = own.count / 2;
-  const int64_t shrinks = job.shrinks(), expansions = job.expansions();
-  parallel(context, shrinks + half, [&](int64_t task, int) {
-    task < shrinks ? job.shrink(task) : own.run(task - shrinks);
-  });
-  parallel(context, expansions + own.count - half, [&](int64_t task, int) {
-    task < expansions ? job.expand(task) : own.run(half + task - expansions);
-  });
+  int64_t outputs = 0;
+  for (int64_t target = 0; target < adapters.target_count; ++target) {
+    outputs += adapters.targets[target].count;
+  }
+  // The projection's tasks are dealt out as the two halves of the adapters' memory are.
+  const int64_t inputs = adapters.target_count * adapters.k;
+  const int64_t first = own.count * inputs / (inputs + outputs);
+  const auto loop = [&](bool expands, int64_t begin, int64_t end) {
+    const int64_t all = expands ? job.expansions() : job.shrinks();
+    const auto apply = [&](int64_t task) { expands ? job.expand(task) : job.shrink(task); };
+    const int64_t count = end - begin;
+    if (count < 4 * twk::thread_count(context)) {  // too few to share the adapters by them
+      return parallel(context, all + count, [&](int64_t task, int) {
+        task < all ? apply(task) : own.run(begin + task - all);
+      });
+    }
+    parallel(context, count, [&](int64_t index, int) {
+      const int64_t from = all * index / count, to = all * (index + 1) / count;
+      Ahead ahead;
+      job.look_ahead(expands, from, to, &ahead);
+      own.run(begin + index, &ahead);
+      for (int64_t task = from; task < to; ++task) apply(task);
+    });
+  };
+  loop(false, 0, first);
+  loop(true, first, own.count);
   parallel(context, job.additions(), [&](int64_t task, int) { job.add(task); });
 }
 
