@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("memory"),
     Benchmark("floor"),
     Benchmark("kernels"),
+    Benchmark("adapters"),
     Benchmark("int8_quality"),
     Benchmark("transformers_throughput"),
 )
