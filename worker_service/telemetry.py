@@ -143,14 +143,15 @@ class WorkerTelemetry(Collector):
         pool = self._pool
         memory = gauge("worker_memory_bytes", "Memory of the device by use.", "kind")
         blocks = gauge("worker_kv_blocks", "Blocks of the KV pool by state.", "state")
-        numbers = (0, 0, 0, 0, 0, 0)
+        numbers = (0, 0, 0, 0, 0, 0, 0)
         if pool is not None:
             numbers = (
                 *(pool.weights_bytes, pool.kv_bytes, pool.workspace_bytes, pool.free_bytes),
-                *(pool.used_block_count, pool.free_block_count),
+                *(pool.adapters_bytes, pool.used_block_count, pool.free_block_count),
             )
-        for kind, value in zip(("weights", "kv", "workspace", "free"), numbers, strict=False):
+        kinds = ("weights", "kv", "workspace", "free", "adapters")
+        for kind, value in zip(kinds, numbers, strict=False):
             memory.add_metric((kind,), value)
-        for name, value in zip(("used", "free"), numbers[4:], strict=True):
+        for name, value in zip(("used", "free"), numbers[5:], strict=True):
             blocks.add_metric((name,), value)
         yield from (memory, blocks)

@@ -10,6 +10,7 @@ from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec, ProjectionSpec
 
 _SUFFIX = ".weight"
+_VECTOR = 16  # floats in the widest vector
 
 
 def adaptable_modules(spec: DecoderSpec) -> Mapping[str, tuple[int, int]]:
@@ -46,6 +47,17 @@ def adapter_numbers(share: DecoderShare, limits: AdapterLimits) -> int:
     parts = (part for layer in layer_parts(share) for each in layer for part in each)
     width = sum(len(part.inputs) + len(part.outputs) for part in parts)
     return (limits.slot_count + 1) * limits.max_rank * width
+
+
+def added_size(spec: DecoderSpec | DecoderShare, rank: int) -> int:
+    """Numbers that are kept for a token while adapters add to a projection: what their matrices make
+    of it before and after the second product. Vectors are filled up."""
+    widest = max(
+        sum(rank + _VECTOR + len(part.outputs) + _VECTOR for part in parts)
+        for layer in layer_parts(spec)
+        for parts in layer
+    )
+    return widest
 
 
 def _parts(projection: ProjectionSpec) -> Iterator[AdaptedPart]:

@@ -21,7 +21,7 @@ from worker_service.kernels.cpu.ops import (
     instruction_set_for,
 )
 from worker_service.load_errors import ExecutorUnavailable
-from worker_service.model.adapters import layer_parts
+from worker_service.model.adapters import added_size, layer_parts
 from worker_service.model.compiled_decoder import SUPPORTED_TRAITS, CompiledDecoder
 from worker_service.model.loader import WeightLoader
 from worker_service.model.memory import parameter_count, projections, step_size, table_size
@@ -143,6 +143,9 @@ def _memory(config: ExecutorConfig) -> ExecutorMemory:
         widest = max(each.input_count for each in projections(spec))
         scales = -(-widest // _INT8_GROUP)
         workspace_bytes += limits.max_step_token_count * (2 * widest + 4 * scales)
+    if config.adapter_limits.slot_count:
+        numbers = added_size(spec, config.adapter_limits.max_rank)
+        workspace_bytes += limits.max_step_token_count * numbers * torch.float32.itemsize
     return ExecutorMemory(weights_bytes, workspace_bytes)
 
 
