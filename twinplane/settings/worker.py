@@ -69,6 +69,13 @@ class WorkerConfig:
         group=_MODEL,
         choices=("auto", "float32", "bfloat16"),
     )
+    weights_root: str | None = option(
+        None,
+        "folder below which updates may read weights while this worker serves (default: none, no "
+        "update reads from disk)",
+        group=_MODEL,
+        path=True,
+    )
     seed: int = option(
         0, "reported to controllers; sampling never depends on it", group=_MODEL, range=SEED
     )

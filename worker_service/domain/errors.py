@@ -2,10 +2,15 @@
 
 WorkerError
 ├── PlanInvalid           the message is malformed in any state: names the field
+├── UpdateInvalid         other weights don't fit the model: names the field or the tensor
+├── SourceLost            other weights did not come
+├── MemoryLacking         there is no memory for them
 ├── Precondition          the message does not follow from this state
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
 │   ├── RowNotHeld        a row whose logits do not wait for Sample
+│   ├── UpdateConflict    other weights are being prepared, or wait, than the message means
+│   ├── Asleep            weights or KV are not there until Wake
 │   └── PlanMismatch      the planes have drifted apart: resync
 ├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
@@ -37,6 +42,11 @@ class Reason(StrEnum):
     WORKER_DRAINING = "WORKER_DRAINING"
     GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
+    INVALID_UPDATE = "INVALID_UPDATE"
+    UPDATE_CONFLICT = "UPDATE_CONFLICT"
+    SOURCE_LOST = "SOURCE_LOST"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    ASLEEP = "ASLEEP"
 
 
 class WorkerError(Exception):
@@ -64,6 +74,29 @@ class PlanInvalid(WorkerError):
         super().__init__(f"{field_path}: {description}", rows)
         self.field_path = field_path
         self.description = description
+
+
+class UpdateInvalid(WorkerError):
+    """Weights, or their description, don't fit the model or each other. Nothing has changed."""
+
+    reason = Reason.INVALID_UPDATE
+
+    def __init__(self, field_path: str, description: str) -> None:
+        super().__init__(f"{field_path}: {description}")
+        self.field_path = field_path
+        self.description = description
+
+
+class SourceLost(WorkerError):
+    """The source of an update ended, broke or did not come. Nothing has changed."""
+
+    reason = Reason.SOURCE_LOST
+
+
+class MemoryLacking(WorkerError):
+    """The device or the host has too little memory. Nothing has changed."""
+
+    reason = Reason.OUT_OF_MEMORY
 
 
 class Precondition(WorkerError):
@@ -116,6 +149,23 @@ class PlanMismatch(Precondition):
     """Rows, positions or tokens differ from what the worker holds."""
 
     reason = Reason.PLAN_MISMATCH
+
+
+class UpdateConflict(Precondition):
+    """Another update is being prepared or waits. `update_id` is its name, empty where there is
+    none."""
+
+    reason = Reason.UPDATE_CONFLICT
+
+    def __init__(self, message: str, update_id: str = "") -> None:
+        super().__init__(message)
+        self.update_id = update_id
+
+
+class Asleep(Precondition):
+    """The worker does without its weights or its KV pool until it is woken."""
+
+    reason = Reason.ASLEEP
 
 
 class WorkerUnavailable(WorkerError):

@@ -8,9 +8,13 @@ from twinplane.errors import Violation
 from twinplane.grpc.status import Status
 from worker_service.domain.errors import (
     GroupLost,
+    MemoryLacking,
     PlanInvalid,
     Precondition,
     RunnerFailed,
+    SourceLost,
+    UpdateConflict,
+    UpdateInvalid,
     WorkerError,
     WorkerUnavailable,
 )
@@ -34,6 +38,16 @@ def status_of(error: Exception) -> Status | None:
                 violations=violations,
                 metadata=_blame(error),
             )
+        case UpdateInvalid(reason=reason, field_path=path, description=description):
+            violations = (Violation(path, description),)
+            return Status(code.INVALID_ARGUMENT, reason, message, violations=violations)
+        case UpdateConflict(reason=reason, update_id=update_id):
+            metadata = {"update_id": update_id} if update_id else {}
+            return Status(code.FAILED_PRECONDITION, reason, message, metadata=metadata)
+        case SourceLost(reason=reason):
+            return Status(code.UNAVAILABLE, reason, message, retry_after=_RETRY_SECONDS)
+        case MemoryLacking(reason=reason):
+            return Status(code.RESOURCE_EXHAUSTED, reason, message, quota="memory")
         case Precondition(reason=reason):
             return Status(code.FAILED_PRECONDITION, reason, message, metadata=_blame(error))
         case WorkerUnavailable(reason=reason):

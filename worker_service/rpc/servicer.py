@@ -18,6 +18,7 @@ from worker_service.facade import Pipeline, WorkerFacade, named
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
 from worker_service.rpc.rendezvous import rendezvous_from_pb
+from worker_service.rpc.weights_servicer import WeightsMethods
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class _Stream:
     fenced: str = ""
 
 
-class ModelRunnerServicer(model_runner_pb2_grpc.ModelRunnerServiceServicer):
+class ModelRunnerServicer(WeightsMethods, model_runner_pb2_grpc.ModelRunnerServiceServicer):
     """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
     def __init__(self, facade: WorkerFacade) -> None:

@@ -31,6 +31,7 @@ class RunnerOptions:
     in its replica; the first of several ranks lets the others meet at
     `rendezvous_host`:`rendezvous_port`, 0 for any free port. `rendezvous_name` is the host that it
     tells: empty leaves that to who asks, None is the host. `sharers`: workers on this machine.
+    Below `weights_root` updates may read weights; None: nowhere.
     """
 
     model_folder: Path
@@ -54,3 +55,4 @@ class RunnerOptions:
     rendezvous_port: int = 0
     rendezvous_name: str | None = None
     sharers: int = 1
+    weights_root: Path | None = None
