@@ -108,7 +108,8 @@ class AdapterLoading:
 
     def _slots(self, epoch: int, slot: int | None = None) -> AdapterSlots:
         """The runner's slots, of which one may be meant. Raises StaleEpoch or UpdateInvalid."""
-        runner = self._facade.require_claim(epoch).runner
+        self._facade.require_claim(epoch)
+        runner = self._facade.log.runner
         assert isinstance(runner, Adaptable), "a runner that takes no adapters"
         slots = runner.adapters
         count = slots.limits.slot_count

@@ -81,6 +81,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
         worker_id=_worker_id(config),
         incarnation_id=uuid.uuid4().hex,
         metrics=telemetry,
+        update_metrics=telemetry,
     )
     server = WorkerServer(facade, weights_root=_weights_root(config))
     async with AsyncExitStack() as stack:

@@ -27,11 +27,18 @@ from worker_service.domain.errors import (
     WorkerDraining,
     WorkerError,
 )
-from worker_service.domain.plan import CONTRACT_VERSION, SamplePlan, StepPlan, StepResult
+from worker_service.domain.plan import (
+    CONTRACT_VERSION,
+    SamplePlan,
+    StepPlan,
+    StepResult,
+)
 from worker_service.domain.rendezvous import Rendezvous
+from worker_service.domain.weights import PreparedWeights
 from worker_service.lifecycle import Lifecycle, LifecycleState
 from worker_service.runner.interface import Ranked, Runner
 from worker_service.step_log import LoggedStep, StepLog
+from worker_service.weight_updates import UpdateMetrics, WeightUpdates
 
 T = TypeVar("T")
 
@@ -41,12 +48,14 @@ _SHOWN_ID_LENGTH = 64
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker's capability, its identity, and the epoch of the claim that holds it (0: none)."""
+    """A worker's capability, its identity, the epoch of the claim that holds it (0: none), and the
+    weights that wait for their commit."""
 
     capability: Capability
     worker_id: str
     incarnation_id: str
     epoch: int
+    prepared: PreparedWeights | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +104,7 @@ class WorkerFacade:
     """One worker. Made and used on one event loop.
 
     `build` makes the runner; it is called on the device thread, by `load`. `clock` gives seconds.
-    `metrics` is told of each step.
+    `metrics` is told of each step, `update_metrics` of other weights, which `updates` takes.
     Until the runner is built, and from `drain` on, every method but `close` raises
     WorkerUnavailable.
     """
@@ -108,8 +117,10 @@ class WorkerFacade:
         incarnation_id: str,
         clock: Callable[[], float] = time.monotonic,
         metrics: StepMetrics | None = None,
+        update_metrics: UpdateMetrics | None = None,
     ) -> None:
         self.lifecycle = Lifecycle()
+        self.updates = WeightUpdates(self, clock=clock, metrics=update_metrics)
         self._build = build
         self._worker_id = worker_id
         self._incarnation_id = incarnation_id
@@ -151,7 +162,7 @@ class WorkerFacade:
         ContractMismatch, PlanInvalid or RunnerFailed.
         """
         log = self._require_loaded().log
-        _require_claimable(self.lifecycle, controller_id == self._controller_id)
+        self._require_claimable_by(controller_id)
         version = _shared_version(minimum_version, maximum_version)
         if epoch > MAX_EPOCH:
             raise PlanInvalid("epoch", f"must be at most {MAX_EPOCH}: another has to follow")
@@ -160,19 +171,20 @@ class WorkerFacade:
         previous, self._claimed_epoch = self._claimed_epoch, epoch
         self._controller_id = controller_id
         _logger.info("claimed", extra=fields(epoch=epoch, controller_id=controller_id))
+        self.updates.fence(epoch)
 
         if rendezvous is not None and isinstance(log.runner, Ranked):
             log.runner.abandon(epoch)  # or a wait for a lost rank would hold up this claim
 
         def begin() -> None:
-            self._require_claim(epoch)
+            self.require_claim(epoch)
             log.begin(epoch)
 
-        await (await self._enqueue(begin))
-        self._require_claim(epoch)
+        await (await self.on_device(begin))
+        self.require_claim(epoch)
         if rendezvous is not None:
-            await self._enqueue(partial(log.join, rendezvous))
-            self._require_claim(epoch)
+            await self.on_device(partial(log.join, rendezvous))
+            self.require_claim(epoch)
         return Claim(self.worker_info(), version, previous)
 
     async def submit(
@@ -198,18 +210,18 @@ class WorkerFacade:
     def worker_info(self) -> WorkerInfo:
         """What the worker is and which claim holds it."""
         capability = self._require_loaded().log.runner.capability()
-        return WorkerInfo(capability, self._worker_id, self._incarnation_id, self._claimed_epoch)
+        return WorkerInfo(
+            capability,
+            self._worker_id,
+            self._incarnation_id,
+            self._claimed_epoch,
+            self.updates.prepared,
+        )
 
-    def require_claim(self, epoch: int) -> StepLog:
-        """The log of the epoch that holds the claim. Raises StaleEpoch for another one."""
-        log = self._require_loaded().log
-        self._require_claim(epoch)
-        return log
-
-    async def on_device(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Queues work for the device's thread, behind what was queued before; waits only for room.
-        The future raises what the work raises."""
-        return await self._enqueue(work)
+    @property
+    def log(self) -> StepLog:
+        """See weight_updates.Host."""
+        return self._require_loaded().log
 
     @property
     def broken_by(self) -> str:
@@ -219,7 +231,7 @@ class WorkerFacade:
     async def memory_pool(self) -> MemoryPool:
         """The KV pool as it is between two steps. Raises GroupLost, too."""
         log = self._require_loaded().log
-        return await (await self._enqueue(log.memory_pool))
+        return await (await self.on_device(log.memory_pool))
 
     def finish(self) -> None:
         """Takes no claim but of the controller that has it now, which goes on. Idempotent."""
@@ -230,6 +242,7 @@ class WorkerFacade:
         """Accepts no more work. What is queued is still executed. Idempotent."""
         if self.lifecycle.can_move(LifecycleState.DRAINING):
             self.lifecycle.move(LifecycleState.DRAINING)
+        self.updates.drain()
 
     async def close(self) -> None:
         """Drains, waits for what is queued, and ends the device thread. Idempotent.
@@ -237,6 +250,7 @@ class WorkerFacade:
         A rank then leaves its group, which must not be open when the process ends.
         """
         self.drain()
+        await self.updates.close()
         runner = None if self._loaded is None else self._loaded.log.runner
         if runner is not None and runner.capability().ranks.size > 1:
             await self._device.close(runner.reset)
@@ -254,7 +268,16 @@ class WorkerFacade:
             raise WorkerDraining("the worker drains")
         return self._loaded
 
-    def _require_claim(self, epoch: int) -> None:
+    def _require_claimable_by(self, controller_id: str) -> None:
+        """A worker that finishes what runs does so for the controller that runs it, which may
+        claim it again. Raises WorkerDraining for another one.
+        """
+        is_finishing = self.lifecycle.state is LifecycleState.FINISHING
+        if is_finishing and controller_id != self._controller_id:
+            raise WorkerDraining("the worker drains")
+
+    def require_claim(self, epoch: int) -> None:
+        """See weight_updates.Host."""
         if epoch != self._claimed_epoch:
             raise StaleEpoch(
                 f"epoch {epoch} does not hold the claim; the current is {self._claimed_epoch}, "
@@ -272,7 +295,7 @@ class WorkerFacade:
         def work() -> LoggedStep:
             _require_open(pipeline.refused)
             try:
-                self._require_claim(plan.epoch)  # again: it may have changed while this waited
+                self.require_claim(plan.epoch)  # again: it may have changed while this waited
                 return launch(log)
             except WorkerError as error:
                 pipeline.refused = True
@@ -282,7 +305,7 @@ class WorkerFacade:
         _require_open(pipeline.ended)
         try:
             log = self._require_loaded().log
-            self._require_claim(plan.epoch)
+            self.require_claim(plan.epoch)
             loaded = await self._acquire_room()
         except WorkerError:
             pipeline.ended = True
@@ -292,7 +315,8 @@ class WorkerFacade:
             future.add_done_callback(lambda done: _count(metrics, plan, done))
         return future
 
-    async def _enqueue(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    async def on_device(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """See weight_updates.Host."""
         loaded = await self._acquire_room()
         return self._device.start(work, finished=lambda: self._settle(loaded))
 
@@ -329,14 +353,6 @@ def _count(
         metrics.step_finished(plan, done.result())
     else:
         metrics.step_failed()
-
-
-def _require_claimable(lifecycle: Lifecycle, by_its_own: bool) -> None:
-    """A worker that finishes what runs does so for the controller that runs it, its own, which may
-    claim it again. Raises WorkerDraining for another one.
-    """
-    if lifecycle.state is LifecycleState.FINISHING and not by_its_own:
-        raise WorkerDraining("the worker drains")
 
 
 def named(controller_id: str) -> str:

@@ -216,6 +216,7 @@ def _runner_options(
         rendezvous_name=rendezvous_host(config, os.environ),
         sharers=config.local_world_size,
         adapter_limits=_adapter_limits(config),
+        weights_root=_weights_root(config),
     )
 
 
@@ -263,6 +264,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         ranks=ranks,
         rendezvous_address="" if ranks.rank or ranks.size == 1 else address,
         adapter_limits=_adapter_limits(config),
+        weights_root=_weights_root(config),
     )
     latency = SimulatedLatency(
         step=config.simulate_step_ms / 1e3,
@@ -303,6 +305,16 @@ def _read_shape(config: Mapping[str, object]) -> _Shape:
         architecture=architectures[0],
         first_token=first_token,
     )
+
+
+def _weights_root(config: WorkerConfig) -> Path | None:
+    """Below what updates may read. Raises StartupError where it is no folder."""
+    if config.weights_root is None:
+        return None
+    root = Path(config.weights_root).expanduser()
+    if not root.is_dir():
+        raise StartupError(f"--weights-root {as_text(config.weights_root)} is not a folder")
+    return root
 
 
 def _model_name(config: WorkerConfig) -> str:

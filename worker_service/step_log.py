@@ -17,6 +17,7 @@ from twinplane.process.logs import fields
 from worker_service.device_errors import is_device_lost, is_out_of_memory, one_line
 from worker_service.domain.capability import MemoryPool
 from worker_service.domain.errors import (
+    Asleep,
     GroupLost,
     PlanInvalid,
     RowNotHeld,
@@ -30,7 +31,16 @@ from worker_service.domain.errors import (
 )
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
 from worker_service.domain.rendezvous import Rendezvous
-from worker_service.runner.interface import PendingStep, Ranked, Runner
+from worker_service.domain.weights import CommittedWeights, SleepTag
+from worker_service.runner.interface import (
+    PendingStep,
+    Prepared,
+    Ranked,
+    RestoreFailed,
+    Runner,
+    Sleeper,
+    Updatable,
+)
 
 KEPT_STEP_COUNT = 8
 
@@ -113,6 +123,8 @@ class StepLog:
         self._lost: GroupLost | None = None
         """Why nothing runs in this epoch, where other ranks are missing."""
         self._broken_by = ""
+        self.asleep: frozenset[SleepTag] = frozenset()
+        """What the worker does without, until it is woken."""
 
     @property
     def failed(self) -> bool:
@@ -162,6 +174,46 @@ class StepLog:
         if self._lost is not None:
             raise _again(self._lost)
         return self.runner.memory_pool()
+
+    def commit_weights(self, prepared: Prepared) -> CommittedWeights:
+        """Makes prepared weights live: plans for others are refused from then on.
+
+        Raises what Updatable.commit_update says, and RunnerFailed where no weights are left.
+        """
+        runner = self.runner
+        assert isinstance(runner, Updatable), "what prepared them can commit them"
+        if self.asleep:
+            raise _asleep(self.asleep)
+        started = self._clock()
+        version = self._keep_alive(lambda: runner.commit_update(prepared))
+        return CommittedWeights(version, self._clock() - started)
+
+    def sleep(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        """Frees memory; returns all that is free then. Steps are refused until it is back.
+
+        Raises PlanMismatch.
+        """
+        runner = self.runner
+        assert isinstance(runner, Sleeper), "a runner that can't sleep"
+        self.asleep = runner.sleep(tags)
+        return self.asleep
+
+    def wake(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        """Takes memory again. Raises MemoryLacking, or RunnerFailed where the weights are gone."""
+        runner = self.runner
+        assert isinstance(runner, Sleeper), "a runner that can't sleep"
+        self.asleep = self._keep_alive(lambda: runner.wake(tags))
+        return self.asleep
+
+    def _keep_alive(self, work: Callable[[], T]) -> T:
+        """What leaves the worker without weights is its end."""
+        try:
+            return work()
+        except RestoreFailed as error:
+            self._failed = True
+            self._broken_by = f"its weights are lost: {error}"
+            _logger.exception("weights are lost", extra=fields(epoch=self._epoch))
+            raise RunnerFailed(self._broken_by) from error
 
     def launch(self, plan: StepPlan, arrived: float) -> LoggedStep:
         """Launches a plan, or returns the step of one that was launched before.
@@ -237,6 +289,8 @@ class StepLog:
             raise _again(self._lost)
         if self._failed or self._broken_by:
             raise RunnerFailed("an earlier step of this epoch failed; attach again")
+        if self.asleep:
+            raise _asleep(self.asleep)
 
     def _require_weights(self, plan: StepPlan) -> None:
         held = self.runner.capability().weight_version
@@ -276,6 +330,11 @@ class StepLog:
         """No later step of the epoch can run. Where a new one has begun, that goes on."""
         if epoch == self._epoch:
             self._failed, self._lost = True, lost
+
+
+def _asleep(tags: frozenset[SleepTag]) -> Asleep:
+    names = " and ".join(sorted(tag.value for tag in tags))
+    return Asleep(f"the worker sleeps, without {names}: wake it first")
 
 
 def _again(lost: GroupLost) -> GroupLost:

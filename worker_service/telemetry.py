@@ -25,8 +25,11 @@ from twinplane.metrics.families import (
 from worker_service.domain.capability import MemoryPool
 from worker_service.domain.errors import WorkerError
 from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.domain.weights import UpdateOutcome
 from worker_service.lifecycle import LifecycleState
 
+_MEMORY_KINDS = ("weights", "kv", "workspace", "adapters", "prepared", "kept_tensors", "free")
+_UPDATE_SECONDS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 _REFRESH_SECONDS = 0.25
 """How long a scrape waits for a device that is busy; then it gets the numbers of the last one."""
 
@@ -74,6 +77,9 @@ class WorkerTelemetry(Collector):
         self._seconds = {kind: Histogram(STEP_SECONDS) for kind in StepKind}
         self._queued = Histogram(STEP_SECONDS)
         self._failed_count = 0
+        self._prepare_seconds = Histogram(_UPDATE_SECONDS)
+        self._pause_seconds = Histogram(_UPDATE_SECONDS)
+        self._updates = dict.fromkeys(UpdateOutcome, 0)
         self._pool: MemoryPool | None = None
         self._asking: asyncio.Future[MemoryPool] | None = None
         self._registry = new_registry(self)
@@ -94,6 +100,16 @@ class WorkerTelemetry(Collector):
     def step_failed(self) -> None:
         """A step was refused, or the device failed on it."""
         self._failed_count += 1
+
+    def update_prepared(self, seconds: float) -> None:
+        """See UpdateMetrics."""
+        self._prepare_seconds.observe(seconds)
+
+    def update_ended(self, outcome: UpdateOutcome, seconds: float = 0.0) -> None:
+        """See UpdateMetrics."""
+        self._updates[outcome] += 1
+        if outcome is UpdateOutcome.COMMITTED:
+            self._pause_seconds.observe(seconds)
 
     async def refresh(self, ask: Callable[[], Awaitable[MemoryPool]]) -> None:
         """Takes over what `ask` says of the memory, unless the device is busy for long.
@@ -138,20 +154,42 @@ class WorkerTelemetry(Collector):
             "From a step's arrival to its start on the device.",
             {(): self._queued},
         )
+        yield from self._collect_updates()
+
+    def _collect_updates(self) -> Iterator[Metric]:
+        updates = counter("worker_weight_updates", "Weight updates by how they ended.", "outcome")
+        for outcome, count in self._updates.items():
+            updates.add_metric((outcome.value,), count)
+        yield updates
+        yield histogram(
+            "worker_weight_update_prepare_seconds",
+            "From an update's description to weights that wait for their commit.",
+            {(): self._prepare_seconds},
+        )
+        yield histogram(
+            "worker_weight_update_pause_seconds",
+            "For how long a commit held up steps.",
+            {(): self._pause_seconds},
+        )
 
     def _collect_memory(self) -> Iterator[Metric]:
         pool = self._pool
         memory = gauge("worker_memory_bytes", "Memory of the device by use.", "kind")
         blocks = gauge("worker_kv_blocks", "Blocks of the KV pool by state.", "state")
-        numbers = (0, 0, 0, 0, 0, 0, 0)
+        kinds, states = dict.fromkeys(_MEMORY_KINDS, 0), dict.fromkeys(("used", "free"), 0)
         if pool is not None:
-            numbers = (
-                *(pool.weights_bytes, pool.kv_bytes, pool.workspace_bytes, pool.free_bytes),
-                *(pool.adapters_bytes, pool.used_block_count, pool.free_block_count),
-            )
-        kinds = ("weights", "kv", "workspace", "free", "adapters")
-        for kind, value in zip(kinds, numbers, strict=False):
+            kinds = {
+                "weights": pool.weights_bytes,
+                "kv": pool.kv_bytes,
+                "workspace": pool.workspace_bytes,
+                "adapters": pool.adapters_bytes,
+                "prepared": pool.prepared_bytes,
+                "kept_tensors": pool.kept_tensors_bytes,
+                "free": pool.free_bytes,
+            }
+            states = {"used": pool.used_block_count, "free": pool.free_block_count}
+        for kind, value in kinds.items():
             memory.add_metric((kind,), value)
-        for name, value in zip(("used", "free"), numbers[5:], strict=True):
-            blocks.add_metric((name,), value)
+        for state, value in states.items():
+            blocks.add_metric((state,), value)
         yield from (memory, blocks)

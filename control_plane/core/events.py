@@ -7,7 +7,11 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from control_plane.core.request import SequenceId
+from control_plane.core.spans import Spans
 from control_plane.core.tokens import Tokens
+
+_MOST_LABELS = 8
+"""Of weights that were exchanged: each is a series of metrics."""
 
 
 class FinishReason(Enum):
@@ -19,6 +23,8 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     """Its client's deadline passed."""
     FAULT = "fault"
+    WEIGHTS_CHANGED = "weights_changed"
+    """Other weights came, and the operator chose to end what had begun with the old ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class Finish:
 
     `arithmetic_changed`: it went on with a worker that rounds otherwise than the one before.
     `started_at`: when it was first scheduled, on the clock of `Request.arrival`; None: never.
+    `spans`: which weights made its tokens, all of them.
     """
 
     reason: FinishReason
@@ -44,6 +51,7 @@ class Finish:
     detail: str = ""
     arithmetic_changed: bool = False
     started_at: float | None = None
+    spans: Spans = ()
 
 
 @dataclass(slots=True)
@@ -73,6 +81,25 @@ class Counters:
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
+    generated_before: dict[str, int] = field(default_factory=dict)
+    """Tokens of weights that were exchanged since, by their label, the last of them."""
+    generated_at_exchange: int = 0
+    """`generated_tokens` at the last exchange."""
+
+    def credit(self, label: str) -> None:
+        """The tokens since the last exchange are those of weights of this label."""
+        count = self.generated_before.pop(label, 0)
+        count += self.generated_tokens - self.generated_at_exchange
+        self.generated_before[label] = count
+        self.generated_at_exchange = self.generated_tokens
+        if len(self.generated_before) > _MOST_LABELS:
+            del self.generated_before[next(iter(self.generated_before))]
+
+    def generated_by(self, label: str) -> dict[str, int]:
+        """Tokens by the label of their weights; those now have this one."""
+        since = self.generated_tokens - self.generated_at_exchange
+        before = self.generated_before.get(label, 0)
+        return {**self.generated_before, label: before + since}
 
     @property
     def computed_tokens(self) -> int:
@@ -109,6 +136,9 @@ class Stats:
     recomputed_tokens: int
     generated_tokens: int
     finished: Mapping[FinishReason, int]
+    generated_by_weights: Mapping[str, int] = field(default_factory=dict)
+    """`generated_tokens` by the weights that made them: their name, or the start of their digest.
+    Only the last few weights are remembered."""
 
     def without_worker(self) -> Stats:
         """What of it holds while the worker is lost: it has no KV, and nothing is in flight."""

@@ -58,6 +58,8 @@ class Member:
     state: MemberState
     is_closed: bool = False
     """It leaves the fleet, and no other worker comes to its place."""
+    is_held: bool = False
+    """Nobody may begin there now: it is paused, or is about to get other weights."""
 
     @property
     def is_present(self) -> bool:
@@ -71,8 +73,9 @@ class Member:
 
     @property
     def is_open(self) -> bool:
-        """Whether rows are free, and nobody is on trial."""
-        return bool(self.core.ledger.free_rows) and not self.core.ledger.suspects
+        """Whether rows are free for whoever comes, and nobody is on trial."""
+        ledger = self.core.ledger
+        return bool(ledger.free_rows) and not (ledger.suspects or self.is_held)
 
     @property
     def queue_moves(self) -> bool:
@@ -91,7 +94,8 @@ class Member:
     def has_free_row(self) -> bool:
         """Whether a row is left, behind those that wait, wherever the worker is."""
         ledger = self.core.ledger
-        return len(ledger.free_rows) > len(ledger.waiting) and not ledger.suspects
+        is_open = not (ledger.suspects or self.is_held)
+        return len(ledger.free_rows) > len(ledger.waiting) and is_open
 
     @property
     def has_free_place(self) -> bool:
@@ -171,7 +175,7 @@ def places(members: Iterable[Member], request: Request, leads: Leads | None = No
         slack=longest // _SLACK_PART,
     )
     found = [taking[number] for number in ordered]
-    found.sort(key=lambda member: member.state is MemberState.LOST)
+    found.sort(key=lambda member: member.state is MemberState.LOST or member.is_held)
     wanted = min(length, longest)
     found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)
     if origin is not None:
@@ -200,8 +204,11 @@ def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) ->
             if not (stays and member.core.ledger.sequences)
             and _can_go(sequence, source.traits, member.traits, may_cross=may_cross)
         }
-        if sequence.completion_count and any(_rounds_alike(source, able[key]) for key in able):
-            able = {key: own for key, own in able.items() if _rounds_alike(source, own)}
+        able = {key: own for key, own in able.items() if not own.is_held} or able
+        if sequence.completion_count:
+            for alike in (_has_weights_of, _rounds_alike):
+                if any(alike(source, own) for own in able.values()):
+                    able = {key: own for key, own in able.items() if alike(source, own)}
         if able:
             hashes = _Hashes(sequence.token_ids, sequence.request.cache_salt)
             token_count = len(sequence.token_ids)
@@ -240,6 +247,8 @@ def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence
             source.state is not MemberState.LOST or target.core.ledger.sequences
         ):
             continue  # it is on trial where it is, or would be among others
+        if sequence.completion_count and not _has_weights_of(source, target):
+            continue  # it rather waits than gets tokens of two minds
         if _can_go(sequence, source.traits, target.traits, may_cross=may_cross):
             return sequence
     return None
@@ -258,6 +267,10 @@ def _makes_alike(member: Member, origin: Origin) -> bool:
     return (traits.weight_digest, traits.arithmetic) == (origin.weights_digest, origin.arithmetic)
 
 
+def _has_weights_of(one: Member, other: Member) -> bool:
+    return one.traits.weight_digest == other.traits.weight_digest
+
+
 def _rounds_alike(one: Member, other: Member) -> bool:
     return one.traits.arithmetic == other.traits.arithmetic
 
@@ -274,7 +287,7 @@ class _Hashes:
         config = member.core.ledger.config
         if not config.enable_prefix_caching:
             return []
-        key = (config.block_size, member.traits.weight_digest)
+        key = (config.block_size, member.core.ledger.weight_version.digest)
         if key not in self._found:
             self._found[key] = member.core.ledger.cache.hashes(self._token_ids, self._salt)
         return self._found[key]

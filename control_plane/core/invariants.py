@@ -7,12 +7,14 @@ from collections import Counter
 from control_plane.core.ledger import Ledger
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.sequence import NO_ROW, Sequence, SequenceState
+from control_plane.core.spans import token_count
 
 
 def check(scheduler: Scheduler) -> None:
     """Raises AssertionError that says which books do not balance. Takes time linear in the pool."""
     ledger = scheduler.ledger
     _check_lists(ledger)
+    _check_spans(ledger)
     _check_rows(ledger)
     _check_inflight(ledger)
     for sequence in [*ledger.waiting, *ledger.parked.values()]:
@@ -35,6 +37,8 @@ def _check_lists(ledger: Ledger) -> None:
     for sequence in ledger.parked.values():
         name = sequence.sequence_id
         assert sequence.holds and sequence.mask is None, f"{name} is parked, yet may be sampled"
+    kept = {name: one for name, one in ledger.sequences.items() if one.keeps_kv}
+    assert kept == ledger.kept, "who has KV of other weights is mistaken"
     for name, sequence in ledger.suspects.items():
         assert ledger.sequences.get(name) is sequence, f"{name} is a suspect but not live"
     ready = [
@@ -43,6 +47,13 @@ def _check_lists(ledger: Ledger) -> None:
         if sequence.held and sequence.mask is not None
     ]
     assert sorted(ready) == sorted(ledger.ready), "held sequences with masks are not the ready ones"
+
+
+def _check_spans(ledger: Ledger) -> None:
+    for name, sequence in ledger.sequences.items():
+        covered, spans = token_count(sequence.spans), sequence.spans
+        assert covered <= sequence.completion_count, f"{name}: more tokens are credited than it has"
+        assert all(span.token_count > 0 for span in spans), f"{name}: an empty span"
 
 
 def _check_rows(ledger: Ledger) -> None:
@@ -109,6 +120,9 @@ def _check_running(ledger: Ledger, sequence: Sequence) -> None:
     full = min(known, computed) // block_size
     assert sequence.registered <= full, f"{name} registered blocks that are not full"
     assert len(sequence.block_hashes) * block_size <= known, f"{name}: odd hashes"
+    if sequence.keeps_kv:
+        cached = [block for block in sequence.blocks if block in ledger.cache]
+        assert not cached, f"{name}: its KV is of other weights, and {cached} can be found"
 
 
 def _check_blocks(ledger: Ledger) -> None:

@@ -72,6 +72,10 @@ class Ledger:
         self.appeals_in_row = 0
         self.tokens_at_appeal = 0
         """`counters.generated_tokens` at the last appeal."""
+        self.kept: dict[SequenceId, Sequence] = {}
+        """Live ones that go on over KV of other weights, or whose last tokens came of that."""
+        self.is_closing = False
+        """Nobody begins any more: whoever has not waits for other weights."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)
@@ -105,10 +109,6 @@ class Ledger:
         """Steps whose results are still to come."""
         return self.last_step_id - self.answered_step_id
 
-    @property
-    def waiting_count(self) -> int:
-        return len(self.waiting) + len(self.parked)
-
     def enqueue(
         self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None
     ) -> None:
@@ -130,8 +130,10 @@ class Ledger:
             stop_ids=request.stop.stop_token_ids | request.stop.end_of_sequence_ids,
             watched=scanner is not None or request.output is OutputKind.HOLD,
         )
-        if resumed is not None and resumed.origin is not None:
-            sequence.arithmetic_changed = resumed.origin.arithmetic_changed
+        if resumed is not None:
+            sequence.spans = resumed.spans
+            if (origin := resumed.origin) is not None:
+                sequence.arithmetic_changed = origin.arithmetic_changed
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
         self._queue(sequence)
@@ -142,6 +144,8 @@ class Ledger:
 
         Its tokens in flight are lost: whoever takes it computes them again.
         """
+        self.drop_kept_kv(sequence)
+        sequence.credited(self.weight_version)
         departed = sequence.departed()
         self._leave(sequence)
         self.counters.moved_out += 1
@@ -169,6 +173,7 @@ class Ledger:
     def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
         """Gives a waiting sequence a row and its cached prefix."""
         assert not sequence.pending
+        self.drop_kept_kv(sequence)
         self.waiting.remove(sequence)
         self.pool.share(hits)
         hit_count = len(hits) * self.config.block_size
@@ -194,11 +199,6 @@ class Ledger:
         elif self.parked.pop(sequence.sequence_id, None) is not None:
             self._queue(sequence)
 
-    def hold(self, sequence: Sequence) -> None:
-        """The next step holds a sequence. Which tokens are allowed may be known already."""
-        if sequence.mask is not None:
-            self.ready[sequence.sequence_id] = sequence
-
     def release(self, sequence: Sequence) -> None:
         """A SamplePlan names a ready sequence: it may go on behind that."""
         del self.ready[sequence.sequence_id]
@@ -210,15 +210,25 @@ class Ledger:
         Its full blocks stay cached for as long as nobody needs them. Tokens of it that are in
         flight are accepted when they come; until then it is not started again.
         """
-        parks = sequence.held and sequence.mask is None
         self.cache.register(sequence)
+        self.start_over(sequence, "preempted")
+        self.counters.preemptions += 1
+
+    def start_over(self, sequence: Sequence, event: str) -> None:
+        """A running sequence waits again, without row and blocks."""
+        parks = sequence.held and sequence.mask is None
         self._vacate(sequence, SequenceState.WAITING)
         if parks:
             self.parked[sequence.sequence_id] = sequence
         else:
             self._queue(sequence)
-        self.counters.preemptions += 1
-        self.tell(sequence, "preempted")
+        self.tell(sequence, event)
+
+    def drop_kept_kv(self, sequence: Sequence) -> None:
+        """What it gets from now on comes of no KV of other weights: it has none any more."""
+        if self.kept.pop(sequence.sequence_id, None) is not None:
+            sequence.credited(self.weight_version)
+            sequence.keeps_kv = False
 
     def end(
         self,
@@ -233,6 +243,7 @@ class Ledger:
             for block in sequence.blocks:
                 self.cache.forget(block)
             sequence.registered = len(sequence.blocks)
+        sequence.credited(self.weight_version)
         self._leave(sequence)
         self.counters.finished[reason] += 1
         self.tell(sequence, f"over: {reason.value}")
@@ -248,6 +259,7 @@ class Ledger:
             detail,
             sequence.arithmetic_changed,
             sequence.started_at,
+            sequence.spans,
         )
 
     def lose_worker(self, *, keep_kv: bool) -> None:
@@ -273,6 +285,7 @@ class Ledger:
             self.waiting.add(sequence)
         self.parked.clear()
         for sequence in self.waiting:
+            self.drop_kept_kv(sequence)
             sequence.lost()
 
     def tell(self, sequence: Sequence, event: str) -> None:
@@ -295,6 +308,7 @@ class Ledger:
             sequence.state = SequenceState.OVER
         del self.sequences[sequence.sequence_id]
         self.suspects.pop(sequence.sequence_id, None)
+        self.kept.pop(sequence.sequence_id, None)
 
     def _vacate(self, sequence: Sequence, state: SequenceState) -> None:
         """Off the running list, out of its row and blocks; what is cached stays cached."""

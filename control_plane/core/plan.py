@@ -23,10 +23,17 @@ NULL_BLOCK = BlockId(0)
 
 @dataclass(frozen=True, slots=True)
 class WeightVersion:
-    """Generation (1 at a worker's start) and hex SHA-256 of the weights' content."""
+    """Generation (1 at a worker's start) and hex SHA-256 of the weights' content. `name` is what
+    the operator calls them, if anything."""
 
     generation: int
     digest: str
+    name: str = field(default="", compare=False)
+
+    @property
+    def label(self) -> str:
+        """What metrics call it."""
+        return self.name or self.digest[:12]
 
 
 @dataclass(frozen=True, slots=True)

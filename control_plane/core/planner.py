@@ -250,8 +250,8 @@ class _Planner:
         ledger = self.ledger
         waiting, most_added = ledger.waiting, ledger.config.max_added_token_count
         while self.budget > 0 and waiting and ledger.free_rows:
-            sequence = waiting.first
-            if sequence.pending:
+            sequence = waiting.first_begun if ledger.is_closing else waiting.first
+            if sequence is None or sequence.pending:
                 break
             if self.added and self.added_token_count + len(sequence.token_ids) > most_added:
                 break  # the next plan brings it
@@ -372,7 +372,8 @@ class _Planner:
         if sequence.held:
             self.held_rows.append(sequence.row)
             self.held.append(sequence)
-            self.ledger.hold(sequence)
+            if sequence.mask is not None:  # it is known already which tokens are allowed
+                self.ledger.ready[sequence.sequence_id] = sequence
             return
         self.sampled.append(sequence)
         self.sampled_rows.append(sequence.row)

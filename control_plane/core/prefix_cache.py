@@ -86,9 +86,9 @@ class PrefixCache:
         """Offers the sequence's full, known and computed blocks that were not offered before.
 
         Drafts in flight are not counted as computed. Where two sequences computed the same prefix
-        at once, the first one's block stays.
+        at once, the first one's block stays. Blocks that hold KV of other weights are not offered.
         """
-        if not self._enabled:
+        if not self._enabled or sequence.keeps_kv:
             return
         full = min(len(sequence.token_ids), sequence.computed) // self._block_size
         for index in range(sequence.registered, full):
@@ -99,6 +99,11 @@ class PrefixCache:
                 self._hash_of[block] = block_hash
                 self._step_of[block] = sequence.last_step
         sequence.registered = max(sequence.registered, full)
+
+    def chain_from(self, weight_digest: str) -> None:
+        """Blocks are of other weights from now on. Those that are cached were forgotten before."""
+        assert not self._hash_of, "blocks of other weights could be found"
+        self._weight_digest = weight_digest.encode()
 
     def forget(self, block: BlockId) -> None:
         """The block's content is about to change, or not to be trusted. Unknown blocks are fine."""

@@ -55,5 +55,10 @@ class RankedList:
         return self.items[0]
 
     @property
+    def first_begun(self) -> Sequence | None:
+        """The first that has tokens."""
+        return next((sequence for sequence in self.items if sequence.completion_count), None)
+
+    @property
     def last(self) -> Sequence:
         return self.items[-1]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType, Protocol
 
+from control_plane.core.spans import Spans
+
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
 """One token stream of a request. The core knows sequences only; whoever adds one names it, and
@@ -67,16 +69,19 @@ class StopScanner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What tokens were made with. `arithmetic` names how their worker rounds, see WorkerInfo;
-    `arithmetic_changed`: some were made with another one.
+    """What the last of some tokens were made with. `arithmetic` names how their worker rounds, see
+    WorkerInfo; `arithmetic_changed`: some were made with another one. `weights_name` and
+    `kv_of_other_weights` as in WeightsSpan.
     """
 
     weights_digest: str
     arithmetic: str
     arithmetic_changed: bool = False
+    weights_name: str = ""
+    kv_of_other_weights: bool = False
 
     def followed_by(self, origin: Origin) -> Origin:
-        """That of all tokens, when those of `origin`, with the same weights, come behind these."""
+        """That of all tokens, when those of `origin` come behind these."""
         changed = self.arithmetic_changed or origin.arithmetic != self.arithmetic
         return replace(origin, arithmetic_changed=changed)
 
@@ -89,6 +94,8 @@ class Resumed:
     """Best an array of typecode I."""
     origin: Origin | None = None
     """None: the client vouches for it."""
+    spans: Spans = ()
+    """Of all the tokens, or empty: then the origin is that of all of them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ ledger.py keeps the books.
 
 from __future__ import annotations
 
-from control_plane.core import planner, succession, suspicion, update
+from control_plane.core import planner, suspicion, switch, update
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.ledger import Ledger
 from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.sequence import Sequence
-from control_plane.core.succession import Obstacle, Traits
 from control_plane.core.suspicion import Accusation, Judgement
 from control_plane.core.tokens import Tokens
+from control_plane.core.weights import InFlightPolicy
 
 
 class Scheduler:
@@ -150,11 +150,27 @@ class Scheduler:
         """
         return suspicion.judge(self._ledger, accusation, max_strikes, may_appeal=may_appeal)
 
-    def obstacles(
-        self, before: Traits, after: Traits, *, may_cross: bool
-    ) -> dict[SequenceId, Obstacle]:
-        """Which live sequences can't go on with a worker, and why. The caller ends them."""
-        return succession.obstacles(self._ledger, before, after, may_cross=may_cross)
+    def close(self, *, is_closing: bool = True) -> bool:
+        """Lets nobody begin any more, until the weights are exchanged, or it is taken back.
+
+        Whoever runs or has tokens goes on, with the weights that the worker has. Returns whether
+        nobody does any more.
+        """
+        self._ledger.is_closing = is_closing
+        return not switch.has_begun(self._ledger)
+
+    def switch_weights(
+        self, version: WeightVersion, policy: InFlightPolicy
+    ) -> list[SequenceOutput]:
+        """The worker has other weights from now on: every plan behind this names `version`.
+
+        Nothing may be in flight. Whoever has no tokens starts over, and nobody will notice. With
+        CONTINUE_ON_NEW those that have tokens keep them, wait with the ranks they have, and are
+        added whole. With KEEP_KV they stay in their rows, with the KV they have; no other sequence
+        gets a block of it. With ABORT they end, with WEIGHTS_CHANGED. With FINISH_ON_OLD there must
+        be none: see `close`. What was cached is not found any more.
+        """
+        return switch.switch_weights(self._ledger, version, policy)
 
     def resync(
         self,
@@ -178,10 +194,14 @@ class Scheduler:
         worker with the same weights and geometry, and that nobody else has claimed it meanwhile.
         """
         ledger = self._ledger
+        for sequence in ledger.sequences.values():
+            sequence.credited(ledger.weight_version)
         if keep_kv:
             assert _kv_identity(config, weight_version) == _kv_identity(
                 ledger.config, ledger.weight_version
             ), "KV of other weights or another geometry"
+        if weight_version != ledger.weight_version:
+            ledger.counters.credit(ledger.weight_version.label)
         ledger.lose_worker(keep_kv=keep_kv)
         ledger.attach(config, epoch, weight_version, keep_kv=keep_kv)
         sequences = list(ledger.waiting)
@@ -205,7 +225,7 @@ class Scheduler:
         pool, counters, block_size = ledger.pool, ledger.counters, ledger.config.block_size
         return Stats(
             running=len(ledger.running),
-            waiting=ledger.waiting_count,
+            waiting=len(ledger.waiting) + len(ledger.parked),
             inflight=len(ledger.inflight),
             kv_active_tokens=pool.referenced_count * block_size,
             kv_cached_tokens=pool.idle_count * block_size,
@@ -219,21 +239,12 @@ class Scheduler:
             recomputed_tokens=counters.recomputed_tokens,
             generated_tokens=counters.generated_tokens,
             finished=dict(counters.finished),
+            generated_by_weights=counters.generated_by(ledger.weight_version.label),
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:
         """The sequence's last changes of state, oldest first; bounded over all sequences."""
         return self._ledger.story.of([sequence_id])
-
-    def inflight_story(self) -> list[str]:
-        """The same of all sequences that messages in flight are about."""
-        return self._ledger.story.of(
-            {
-                sequence.sequence_id
-                for message in self._ledger.inflight
-                for _, sequence in message.members()
-            }
-        )
 
 
 def _kv_identity(

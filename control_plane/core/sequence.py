@@ -23,8 +23,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 
-from control_plane.core.plan import BlockId, Row
+from control_plane.core.plan import BlockId, Row, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
+from control_plane.core.spans import Spans, WeightsSpan, extended, token_count
 
 Rank = tuple[float, float, int]
 NO_ROW = Row(-1)
@@ -103,6 +104,10 @@ class Sequence:
     """Prompt tokens found in the prefix cache when first scheduled; None before."""
     started_at: float | None = None
     """When it was first scheduled; None before."""
+    spans: Spans = ()
+    """Which weights made its tokens, as far as that was noted; the others are of those now."""
+    keeps_kv: bool = False
+    """Other weights than those now have made some of its KV: no other sequence may share that."""
 
     @property
     def completion_count(self) -> int:
@@ -185,6 +190,12 @@ class Sequence:
         self.furthest = max(self.furthest, self.computed)
         self.computed = min(self.computed, len(self.token_ids) - 1)
         self.ahead = self.last_step = 0
+
+    def credited(self, version: WeightVersion) -> None:
+        """Notes that its tokens since the last note were made by these weights."""
+        count = self.completion_count - token_count(self.spans)
+        span = WeightsSpan(count, version.digest, version.name, self.keeps_kv)
+        self.spans = extended(self.spans, span)
 
     def departed(self) -> Sequence:
         """A copy that waits, for another core. What is in flight finds this one over."""

@@ -31,7 +31,7 @@ class Traits:
     """What of a worker a sequence can notice.
 
     `max_sequence_token_count` as in SchedulerConfig. Equal weights and equal `arithmetic` make
-    equal tokens.
+    equal tokens. `takes_over`: whoever has tokens of other weights may go on here.
     """
 
     weight_digest: str
@@ -39,6 +39,7 @@ class Traits:
     vocabulary_size: int
     max_sequence_token_count: int
     holds_rows: bool = True
+    takes_over: bool = False
 
 
 def obstacles(
@@ -62,7 +63,8 @@ def obstacle_of(
     """
     begun = sequence.completion_count > 0
     same_vocabulary = after.vocabulary_size == before.vocabulary_size
-    if begun and (after.weight_digest != before.weight_digest or not same_vocabulary):
+    same_weights = after.weight_digest == before.weight_digest or after.takes_over
+    if begun and not (same_weights and same_vocabulary):
         return Obstacle.WEIGHTS
     if begun and after.arithmetic != before.arithmetic and not may_cross:
         return Obstacle.ARITHMETIC

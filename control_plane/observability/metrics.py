@@ -45,12 +45,14 @@ MOVE_CAUSES = (
     *(MemberState.LOST.value, MemberState.GONE.value, MemberState.DRAINING.value),
     *("replaced", "relief", "failing"),
 )
+EXCHANGE_OUTCOMES = ("done", "refused", "lost")
 _WHOLE = (FinishReason.STOP, FinishReason.LENGTH)
 
 
 _NOTHING = Stats(
-    **{field.name: 0 for field in dataclasses.fields(Stats) if field.name != "finished"},
+    **{field.name: 0 for field in dataclasses.fields(Stats) if field.type == "int"},
     finished=dict.fromkeys(FinishReason, 0),
+    generated_by_weights={},
 )
 """What a replica has done before its first worker."""
 _NO_WORKER = {"worker_id": "", "model": "", "device": ""}
@@ -73,6 +75,8 @@ class ReplicaTelemetry:
         )
         self.resync_counts = {"kept": 0, "discarded": 0}
         """Claims that took up earlier work, by whether the KV was kept or discarded."""
+        self.exchanges = Counter(dict.fromkeys(EXCHANGE_OUTCOMES, 0))
+        self.exchange_pause = Histogram(REQUEST_SECONDS)
         self.step = Histogram(STEP_SECONDS)
         self.step_tokens = Histogram(TOKEN_COUNTS)
         self.control = Histogram(_CONTROL_SECONDS)
@@ -98,6 +102,12 @@ class ReplicaTelemetry:
     def step_planned(self, token_count: int) -> None:
         """A step is to compute so many tokens."""
         self.step_tokens.observe(token_count)
+
+    def weights_exchanged(self, outcome: str, paused_seconds: float) -> None:
+        """An exchange of weights is over: done, refused or lost. No step ran for so long."""
+        self.exchanges[outcome] += 1
+        if outcome == "done":
+            self.exchange_pause.observe(paused_seconds)
 
     def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
         """A step is over.
@@ -251,6 +261,9 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
     moves = _counter(
         "sequence_moves", "Sequences that went from replica to replica.", "direction", "cause"
     )
+    exchanges = _counter(
+        "weights_exchanges", "Exchanges of a replica's weights, by what came of them.", "outcome"
+    )
     resyncs = _counter(
         "worker_resyncs", "Claims that took up earlier work, by what became of the KV.", "kv"
     )
@@ -265,9 +278,17 @@ def _collect_workers(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metri
             states.add_metric((number, replica.worker_id, state.value), int(state is now))
         for (direction, cause), count in replica.moves.items():
             moves.add_metric((number, direction, cause), count)
+        for outcome, count in replica.exchanges.items():
+            exchanges.add_metric((number, outcome), count)
         for kv, count in replica.resync_counts.items():
             resyncs.add_metric((number, kv), count)
-    yield from (up, info, losses, resyncs, states, moves)
+    yield from (up, info, losses, resyncs, states, moves, exchanges)
+    yield histogram(
+        "weights_exchange_pause_seconds",
+        "For how long no step ran while weights were exchanged.",
+        {(number,): replica.exchange_pause for number, replica in replicas.items()},
+        "replica",
+    )
     yield histogram(
         "step_duration_seconds",
         "Execution of a step, as its worker reports it.",
@@ -298,6 +319,9 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
     submitted = _counter("requests_submitted", "Requests that were accepted.")
     finished = _counter("requests_finished", "Requests by how they ended.", "reason")
     tokens = _counter("tokens", "Tokens by kind.", "kind")
+    by_weights = _counter(
+        "weights_tokens", "Generated tokens, by the last weights that made them.", "weights"
+    )
     for number, replica in replicas.items():
         stats = replica.stats() or _NOTHING
         running.add_metric((number,), stats.running)
@@ -310,11 +334,14 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
         submitted.add_metric((number,), stats.submitted)
         for reason, count in stats.finished.items():
             finished.add_metric((number, reason.value), count)
+        for label, count in stats.generated_by_weights.items():
+            by_weights.add_metric((number, label), count)
         tokens.add_metric((number, "prompt_computed"), stats.prompt_tokens)
         tokens.add_metric((number, "prompt_cached"), stats.cached_prompt_tokens)
         tokens.add_metric((number, "recomputed"), stats.recomputed_tokens)
         tokens.add_metric((number, "generated"), stats.generated_tokens)
     yield from (running, waiting, inflight, kv_tokens, preemptions, submitted, finished, tokens)
+    yield by_weights
 
 
 def _gauge(name: str, help_text: str, *labels: str) -> GaugeMetricFamily:

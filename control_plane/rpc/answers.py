@@ -9,9 +9,10 @@ import grpc
 
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.request import Origin, Request
+from control_plane.core.spans import WeightsSpan
 from control_plane.rpc.convert import sampling_to_pb
 from control_plane.rpc.errors import GenerationCancelled, RowFailed
-from control_plane.shell.engine import ServedModel
+from control_plane.shell.engine import ServedModel, WeightsChanged
 from control_plane.shell.stream import Delta, TokenStream
 from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2
@@ -69,6 +70,7 @@ class Answer:
         answer.reason = end.reason
         answer.usage.CopyFrom(end.usage)
         answer.arithmetic_changed = end.arithmetic_changed
+        answer.weights_spans.extend(end.weights_spans)
         match end.WhichOneof("matched"):
             case "stop_string":
                 answer.stop_string = end.stop_string
@@ -118,11 +120,13 @@ def _origin(origin: Origin, prompt_digest: bytes) -> inference_pb2.GenerationOri
         arithmetic=origin.arithmetic,
         arithmetic_changed=origin.arithmetic_changed,
         prompt_digest=prompt_digest,
+        weights_name=origin.weights_name,
+        kv_of_other_weights=origin.kv_of_other_weights,
     )
 
 
 def finished(finish: Finish, stop_string: str | None) -> inference_pb2.GenerationFinished:
-    """The last message. Raises RowFailed or GenerationCancelled for a finish that is an error."""
+    """The last message. Raises the error that a finish is, e.g. RowFailed."""
     match finish.reason:
         case FinishReason.STOP:
             reason = inference_pb2.FINISH_REASON_STOP
@@ -132,6 +136,8 @@ def finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generatio
             raise RowFailed(finish.detail or "the worker could not compute the next token")
         case FinishReason.CANCELLED | FinishReason.DEADLINE:
             raise GenerationCancelled
+        case FinishReason.WEIGHTS_CHANGED:
+            raise WeightsChanged(finish.detail)
         case _:
             assert_never(finish.reason)
     return inference_pb2.GenerationFinished(
@@ -140,6 +146,16 @@ def finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generatio
         stop_token_id=finish.stop_token_id if stop_string is None else None,
         usage=_usage(finish.usage),
         arithmetic_changed=finish.arithmetic_changed,
+        weights_spans=map(_span, finish.spans),
+    )
+
+
+def _span(span: WeightsSpan) -> inference_pb2.WeightsSpan:
+    return inference_pb2.WeightsSpan(
+        token_count=span.token_count,
+        weights_digest=span.weights_digest,
+        weights_name=span.weights_name,
+        kv_of_other_weights=span.kv_of_other_weights,
     )
 
 

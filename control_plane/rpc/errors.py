@@ -25,7 +25,9 @@ from control_plane.shell.engine import (
     DuplicateRequest,
     EngineDraining,
     EngineLost,
+    EnginePaused,
     VocabularyMismatch,
+    WeightsChanged,
 )
 from control_plane.text.errors import (
     ControlTokenWritten,
@@ -40,6 +42,7 @@ from twinplane.grpc.status import Status, reason_name
 CODES: tuple[str, ...] = (
     *("OK", "INVALID_ARGUMENT", "NOT_FOUND", "ALREADY_EXISTS", "FAILED_PRECONDITION"),
     *("RESOURCE_EXHAUSTED", "UNAVAILABLE", "INTERNAL", "CANCELLED", "DEADLINE_EXCEEDED"),
+    "ABORTED",
 )
 """How the clients' RPCs end: by this table, well, by a bug of ours, or by their client."""
 
@@ -60,6 +63,8 @@ REASONS: tuple[str, ...] = tuple(
         reasons.ERROR_REASON_VOCABULARY_MISMATCH,
         reasons.ERROR_REASON_ROW_FAULT,
         reasons.ERROR_REASON_CANNOT_RESUME,
+        reasons.ERROR_REASON_PAUSED,
+        reasons.ERROR_REASON_WEIGHTS_CHANGED,
         reasons.ERROR_REASON_INTERNAL,
         reasons.ERROR_REASON_MALFORMED_MESSAGE,
         reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
@@ -167,6 +172,11 @@ def status_of(error: Exception) -> Status | None:
             return _full(reasons.ERROR_REASON_TEXT_QUEUE_FULL, message, _TEXT_RETRY_SECONDS, quota)
         case NoModelServed() | EngineLost():
             return _unavailable(reasons.ERROR_REASON_NO_WORKER, message)
+        case EnginePaused():
+            return _unavailable(reasons.ERROR_REASON_PAUSED, message)
+        case WeightsChanged():
+            reason = reason_name(reasons.ERROR_REASON_WEIGHTS_CHANGED)
+            return Status(grpc.StatusCode.ABORTED, reason, message)
         case EngineDraining():
             return _unavailable(reasons.ERROR_REASON_DRAINING, message)
         case GenerationCancelled():

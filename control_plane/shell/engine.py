@@ -4,6 +4,8 @@ EngineError
 ├── DuplicateRequest     the id is running already
 ├── EngineDraining       the server accepts nothing more
 ├── EngineLost           the worker is gone and the request could not go on
+├── EnginePaused         an operator has paused the server
+├── WeightsChanged       the weights it began with are gone, and it was not to go on with others
 ├── CannotResume         the tokens that the request brings would not go on as they began
 └── VocabularyMismatch   the tokenizer and the worker's model do not belong together
 """
@@ -34,6 +36,14 @@ class EngineDraining(EngineError):
 
 class EngineLost(EngineError):
     """No worker can execute the request now."""
+
+
+class EnginePaused(EngineError):
+    """An operator has paused the server, and had new requests refused."""
+
+
+class WeightsChanged(EngineError):
+    """Other weights came, and the operator chose that nothing goes on from the old to the new."""
 
 
 class CannotResume(EngineError):

@@ -27,6 +27,7 @@ from control_plane.shell.engine import (
     EngineLost,
     ServedModel,
 )
+from control_plane.shell.fleet_weights import FleetWeights
 from control_plane.shell.moves import Mover
 from control_plane.shell.ports import Clock, Metrics, Worker, WorkerInfo
 from control_plane.shell.register import SequenceRegister
@@ -76,7 +77,8 @@ class Fleet:
         self._leads = Leads()
         self._reserved_count = 0
         """Places of requests that are on their way."""
-        self.roster = Roster(self._tell_readiness, metrics)
+        self.weights = FleetWeights(lambda: self.replicas, self._tell_readiness)
+        self.roster = Roster(self._tell_readiness, metrics, self.weights.served)
         may_cross = settings.arithmetic_change is ArithmeticChange.CONTINUE
         self._mover = Mover(self.roster, self.register, metrics, clock, may_cross=may_cross)
         for worker in workers:
@@ -104,6 +106,7 @@ class Fleet:
         """See Engine."""
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
+        self.weights.check_admits()
         cores = [member.core for member in self.roster.members() if member.takes_new]
         if cores and sum(core.room for core in cores) <= self._reserved_count:
             seconds = min(core.retry_after(self._clock()) for core in cores)
@@ -123,6 +126,7 @@ class Fleet:
         """Queues a request. Raises QueueFull, RequestTooLong or an EngineError."""
         if not self._accepting:
             raise EngineDraining("the server is shutting down")
+        self.weights.check_admits()
         if request.request_id in self.register.requests:
             if not self.register.goes_on(request):
                 raise DuplicateRequest(f"request {request.request_id!r} is not finished")
@@ -160,6 +164,7 @@ class Fleet:
                 metrics=self._metrics,
                 register=self.register,
                 listener=self,
+                served_weights=self.weights.served,
             )
         )
 

@@ -16,6 +16,7 @@ from control_plane.core.events import SequenceOutput
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.core.scheduler import Scheduler
 from control_plane.shell.heartbeat import Heartbeat
+from control_plane.shell.interlude import Interlude
 from control_plane.shell.ports import Clock, ReplicaMetrics, Worker
 from control_plane.shell.step_lines import log_plan, log_result
 
@@ -27,7 +28,7 @@ class Pipeline:
 
     `number` names the replica in the log. `deliver` gets what each result brought, and when;
     `took_turn` is called when results were taken and the next step is not planned yet;
-    `worker_leaves` with each result that says so.
+    `worker_leaves` with each result that says so; `exchanged` behind an interlude.
     `check_invariants`: audit the core whenever it is idle (tests).
     """
 
@@ -40,6 +41,7 @@ class Pipeline:
         deliver: Callable[[list[SequenceOutput], float], None],
         took_turn: Callable[[], None],
         worker_leaves: Callable[[], None],
+        exchanged: Callable[[], None],
         clock: Clock,
         metrics: ReplicaMetrics,
         check_invariants: bool = False,
@@ -50,9 +52,14 @@ class Pipeline:
         self._deliver = deliver
         self._took_turn = took_turn
         self._worker_leaves = worker_leaves
+        self._exchanged = exchanged
         self._clock = clock
         self._metrics = metrics
         self._check_invariants = check_invariants
+        self.interlude: Interlude | None = None
+        """What is to be done before the next step, or once everybody has ended."""
+        self.is_held = False
+        """Nothing is sent: what is in flight comes, and then there is silence."""
         self._inbox: deque[StepResult | Exception] = deque()
         self._wake = asyncio.Event()
         self._planning_seconds = 0.0
@@ -76,7 +83,16 @@ class Pipeline:
 
     async def _run_steps(self, core: Scheduler, goes_on: Callable[[], bool]) -> None:
         while True:
-            await self._send_messages(core)
+            if (interlude := self.interlude) is not None and interlude.is_due(core):
+                if not core.inflight_count:
+                    outputs = await interlude.run(core)
+                    if self.interlude is interlude:
+                        self.interlude = None
+                    self._deliver(outputs, self._clock())
+                    self._exchanged()
+                    continue
+            elif not self.is_held:
+                await self._send_messages(core)
             if not goes_on():
                 return
             await self._wake.wait()

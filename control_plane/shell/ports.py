@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from control_plane.core.account import Account
 from control_plane.core.events import Stats
@@ -30,6 +30,14 @@ class RankCoordinates:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedUpdate:
+    """Weights that wait for their commit on a worker. `digest`: of the version that makes."""
+
+    update_id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerInfo:
     """What the control plane uses of a worker's capability, all of it.
 
@@ -37,7 +45,9 @@ class WorkerInfo:
     too. `rank_count`: how many workers execute a plan together with this one, itself included; 1
     also for a rank group, which is all of them. `device` is for people. `arithmetic` names how
     results round; empty: the worker does not say. `rendezvous_address`: host:port at which this
-    worker lets the other ranks meet; empty: not here.
+    worker lets the other ranks meet; empty: not here. `prepared`: weights that wait for a commit;
+    of a rank group, those that wait on all ranks. `weights_trouble`: how the ranks of a group
+    differ in their weights, for people; the digest is empty then.
     """
 
     worker_id: str
@@ -57,6 +67,8 @@ class WorkerInfo:
     arithmetic: str = ""
     ranks: RankCoordinates = RankCoordinates()
     rendezvous_address: str = ""
+    prepared: PreparedUpdate | None = None
+    weights_trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +143,11 @@ class RefusalReason(StrEnum):
     WORKER_DRAINING = "WORKER_DRAINING"
     GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
+    INVALID_UPDATE = "INVALID_UPDATE"
+    UPDATE_CONFLICT = "UPDATE_CONFLICT"
+    SOURCE_LOST = "SOURCE_LOST"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    ASLEEP = "ASLEEP"
     INTERNAL = "INTERNAL"
     UNKNOWN = "UNKNOWN"
 
@@ -198,6 +215,7 @@ class Worker(Protocol):
         ...
 
 
+@runtime_checkable
 class WeightsWorker(Protocol):
     """What a Worker does with weights beside its pipeline, under the claim that it has. Every
     method raises WorkerLost or WorkerRefused."""
@@ -244,6 +262,10 @@ class ReplicaMetrics(Protocol):
 
     def step_finished(self, executed_seconds: float, control_seconds: float) -> None:
         """A step is over: how long the worker executed it, and the control plane worked on it."""
+        ...
+
+    def weights_exchanged(self, outcome: str, paused_seconds: float) -> None:
+        """An exchange of weights is over: done, refused or lost. No step ran for so long."""
         ...
 
 

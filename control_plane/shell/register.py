@@ -6,7 +6,7 @@ The only register of it. Replicas deliver by sequence id.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
 
 from control_plane.core.account import Account
@@ -111,12 +111,17 @@ class SequenceRegister:
     def deliver(self, outputs: list[SequenceOutput], now: float) -> None:
         """Hands each sequence's tokens, and its end if it is there, to its stream."""
         sequences = self._sequences
+        kept: Container[SequenceId] = ()
+        if outputs:  # all of one replica
+            kept = sequences[outputs[0].sequence_id].replica.serving.kept
         for output in outputs:
             sequence = sequences[output.sequence_id]
             tokens = output.tokens
             token_count = len(tokens.ids)
             if token_count:
-                origin = sequence.replica.origin
+                origin = sequence.replica.serving.origin
+                if kept and output.sequence_id in kept:
+                    origin = sequence.replica.serving.kept_origin
                 if sequence.origin is not origin and origin is not None:
                     sequence.origin = origin
                     sequence.stream.made_with(origin)

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -30,18 +30,16 @@ from control_plane.core.claim import (
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, Stats
 from control_plane.core.fleet import Member, MemberState
-from control_plane.core.request import Origin, OutputKind, Request, SequenceId, StopScanner
+from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.succession import Traits
+from control_plane.core.succession import obstacles
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
 from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.life import Left, Life, member_state
 from control_plane.shell.limits import (
-    Capacity,
     ClampLog,
     SchedulingSettings,
-    capacity_of,
     clamps,
     log_attached,
     scheduler_config,
@@ -59,12 +57,14 @@ from control_plane.shell.ports import (
     WorkerRefused,
     WorkerUnusable,
 )
+from control_plane.shell.replica_weights import ReplicaWeights
+from control_plane.shell.served_weights import ServedWeights
+from control_plane.shell.serving import Serving
 from control_plane.shell.successor import (
-    FAILURES,
     ArithmeticChange,
+    failure_of,
     resumable,
     tell_arithmetic,
-    traits_of,
     unfit,
 )
 from twinplane.process.logs import fields
@@ -111,6 +111,7 @@ class Replica:
         metrics: Metrics,
         register: Register,
         listener: ReplicaListener,
+        served_weights: ServedWeights | None = None,
     ) -> None:
         self.number = number
         self._worker = worker
@@ -119,6 +120,7 @@ class Replica:
         self._metrics = metrics.replica(number, self.stats, lambda: self.state)
         self._register = register
         self._listener = listener
+        self._served_weights = served_weights or ServedWeights()
         self._claim = Claim(settings.claim, jitter)
         self._heartbeat = Heartbeat(worker, settings.claim.silence_limit, clock)
         self._pipeline = Pipeline(
@@ -128,19 +130,16 @@ class Replica:
             deliver=register.deliver,
             took_turn=lambda: listener.took_turn(self),
             worker_leaves=self._worker_leaves,
+            exchanged=lambda: listener.changed(self),
             clock=clock,
             metrics=self._metrics,
             check_invariants=settings.check_invariants,
         )
         self._core: Scheduler | None = None
-        self._model: ServedModel | None = None
-        self._traits: Traits | None = None
-        self.origin: Origin | None = None
-        """What the worker's tokens are made with; None before the first claim."""
-        self.attachment: Attachment | None = None
-        """The last one: that of now, or the one that was lost."""
-        self.capacity: Capacity | None = None
-        """What that one can hold."""
+        self.serving = Serving()
+        self.weights = ReplicaWeights(
+            self, worker, self._pipeline, self._served_weights, clock, self._metrics
+        )
         self.ended_by: EndKind | None = None
         """What ended the last claim."""
         self.is_leaving = self._lets_go = False
@@ -161,7 +160,8 @@ class Replica:
     def model(self) -> ServedModel | None:
         """The worker's model; None before the first claim and once the worker is gone."""
         waits = self._claim.state(self._clock()) in _QUEUING
-        return self._model if waits and not self.is_leaving else None
+        serves = waits and not self.is_leaving and self.weights.may_answer
+        return self.serving.model if serves else None
 
     @property
     def state(self) -> MemberState:
@@ -174,9 +174,11 @@ class Replica:
 
     def member(self) -> Member | None:
         """How it looks to the fleet; None before its first worker."""
-        if self._core is None or self._traits is None:
+        traits = self.serving.traits_now(takes_over=self._served_weights.continues)
+        if self._core is None or traits is None:
             return None
-        return Member(self.number, self._core, self._traits, self.state, self.is_leaving)
+        is_closed = self.is_leaving or not self.weights.may_answer
+        return Member(self.number, self._core, traits, self.state, is_closed, self.weights.is_held)
 
     def stats(self) -> Stats | None:
         """The core's own counts; None before the first claim."""
@@ -187,15 +189,20 @@ class Replica:
 
     def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
-        if self._core is None or self._model is None or self.model() is None:
+        serving, model = self.serving, self.model()
+        if self._core is None or model is None:
             raise EngineLost("no worker is attached")
-        assert self.attachment is not None
-        if max(request.prompt_token_ids) >= self._model.vocabulary_size:
+        assert serving.attachment is not None
+        if max(request.prompt_token_ids) >= model.vocabulary_size:
             # The worker would refuse the whole step.
             raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if request.output is OutputKind.HOLD and HELD_SAMPLING not in self.attachment.info.features:
+        if (
+            request.output is OutputKind.HOLD
+            and HELD_SAMPLING not in serving.attachment.info.features
+        ):
             raise EngineLost("the worker can't hold a row until its mask is known")
-        request = resumable(request, self.origin, self._settings.arithmetic_change)
+        on_change, continues = self._settings.arithmetic_change, self._served_weights.continues
+        request = resumable(request, serving.origin, on_change, continues=continues)
         self._core.add(sequence_id, request, scanner)
         self._pipeline.wake()
 
@@ -209,8 +216,9 @@ class Replica:
 
     def give(self, sequence_id: SequenceId, other: Replica) -> None:
         """Moves a sequence to another replica, which can take it. Its token log goes, no KV."""
-        assert self._traits is not None and other._traits is not None
-        crosses = self._traits.arithmetic != other._traits.arithmetic
+        traits, others = self.serving.traits, other.serving.traits
+        assert traits is not None and others is not None
+        crosses = traits.arithmetic != others.arithmetic
         sequence = self._scheduler().withdraw(sequence_id)
         other._scheduler().adopt(sequence, arithmetic_changed=crosses)
         self._pipeline.wake()
@@ -256,10 +264,11 @@ class Replica:
             attachment = await self._in_patience(self._worker.attach(admit=admit))
         finally:
             self.life.claiming = ""
-        resumed, last = self._core is not None, self.attachment
+        resumed, last = self._core is not None, self.serving.attachment
         kv_kept = self._adopt(attachment)
-        assert self.capacity is not None
+        assert self.serving.capacity is not None
         self._claim.attached(self._clock())
+        self.weights.attached()
         info = attachment.info
         same_life = last is not None and last.info.incarnation_id == info.incarnation_id
         self._heartbeat.attached(same_life=same_life)
@@ -273,7 +282,7 @@ class Replica:
             kv_kept=kv_kept,
         )
         count = _sequence_count(self.stats())
-        log_attached(self.number, info, self.capacity, count, kv_kept=kv_kept)
+        log_attached(self.number, info, self.serving.capacity, count, kv_kept=kv_kept)
         self._listener.changed(self)
 
     def _adopt(self, attachment: Attachment) -> bool:
@@ -281,27 +290,23 @@ class Replica:
 
         Returns whether the KV of the claim before was kept.
         """
-        info = attachment.info
+        serving, served = self.serving, self._served_weights
+        info = replace(attachment.info, weight_version=served.named(attachment.info.weight_version))
         config = scheduler_config(self._settings.scheduling, info, attachment.pool)
         self._listener.admit(self, info)
         self._clamps.tell(clamps(self._settings.scheduling, config))
-        self.origin = Origin(info.weight_version.digest, info.arithmetic)
-        before, last = self._traits, self.attachment
-        self.attachment, self.capacity = attachment, capacity_of(config)
-        self._traits = traits_of(config, info)
-        self._model = ServedModel(
-            name=info.model_name,
-            max_sequence_token_count=config.max_sequence_token_count,
-            vocabulary_size=info.vocabulary_size,
-            weight_version=info.weight_version,
-        )
-        if self._core is None or before is None or last is None:
+        before, last = serving.traits, serving.attachment
+        may_answer = served.may_answer(info.weight_version.digest)
+        serving.adopt(replace(attachment, info=info), config, may_answer=may_answer)
+        after = serving.traits_now(takes_over=served.continues)
+        if self._core is None or before is None or last is None or after is None:
             self._core = Scheduler(config, info.epoch, info.weight_version)
+            serving.kept = self._core.ledger.kept
             return False
         may_cross = tell_arithmetic(last.info, info, self._settings.arithmetic_change)
-        found = self._core.obstacles(before, self._traits, may_cross=may_cross)
+        found = obstacles(self._core.ledger, before, after, may_cross=may_cross)
         for obstacle, ids in unfit(found, self.number):
-            kind = FAILURES.get(obstacle, EngineLost)
+            kind = failure_of(obstacle, is_decided=served.is_decided)
             self._register.fail(self, obstacle.value, only=ids, kind=kind)
         kv_kept = self.ended_by in DISCONNECTING and attachment.has_kv_of(last)
         outputs = self._core.resync(
@@ -333,6 +338,7 @@ class Replica:
         self.life.note(self.state, end.cause)
         if was_attached:
             self.ended_by = end.kind
+            self.weights.lost()
             self._metrics.worker_lost(None if error is None else end.kind.value)
             self._listener.changed(self)
         if error is None:

@@ -10,6 +10,7 @@ from typing import Any
 from control_plane.core.fleet import Member
 from control_plane.shell.ports import MoveMetrics, WorkerElsewhere, WorkerInfo, WorkerUnusable
 from control_plane.shell.replica import Replica
+from control_plane.shell.served_weights import ServedWeights
 
 
 class Roster:
@@ -18,7 +19,10 @@ class Roster:
     `on_gone` is called when a replica has left.
     """
 
-    def __init__(self, on_gone: Callable[[], None], metrics: MoveMetrics) -> None:
+    def __init__(
+        self, on_gone: Callable[[], None], metrics: MoveMetrics, served_weights: ServedWeights
+    ) -> None:
+        self._served_weights = served_weights
         self._by_number: dict[int, Replica] = {}
         self._on_gone = on_gone
         self._metrics = metrics
@@ -56,14 +60,18 @@ class Roster:
     def objection(self, replica: Replica, info: WorkerInfo) -> WorkerUnusable | None:
         """Why a worker can't serve beside those that are attached; None: it can.
 
+        Once it is decided which weights answer, one with others may come, and gets them.
         A replica that leaves is in nobody's way. A worker that is attached under the same id is
         replaced, by a life of it that this replica has not had before: else two workers of one id
         would replace each other for ever.
         """
+        if info.weights_trouble and not self._served_weights.is_decided:
+            return WorkerUnusable(info.weights_trouble)
         for other in self.replicas:
             if other is replica or other.is_leaving:
                 continue
-            known = other.attachment.info if other.attached and other.attachment else None
+            attachment = other.serving.attachment if other.attached else None
+            known = attachment.info if attachment else None
             here = known.incarnation_id if known else other.life.claiming
             if here == info.incarnation_id:
                 return WorkerElsewhere(
@@ -72,14 +80,15 @@ class Roster:
             if known is None:
                 continue
             if known.worker_id == info.worker_id != "":
-                last = replica.attachment
+                last = replica.serving.attachment
                 if last is not None and last.info.incarnation_id == info.incarnation_id:
                     return WorkerUnusable(
                         f"another worker has its id {info.worker_id!r}, as replica {other.number}:"
                         " give each a --worker-id of its own"
                     )
                 continue
-            if known.weight_version.digest != info.weight_version.digest:
+            digests = known.weight_version.digest, info.weight_version.digest
+            if digests[0] != digests[1] and not self._served_weights.is_decided:
                 return WorkerUnusable(
                     f"its weights are not those of replica {other.number}, which serves"
                 )

@@ -10,8 +10,16 @@ from enum import StrEnum
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import RequestTooLong
 from control_plane.core.request import Origin, Request, SequenceId
+from control_plane.core.spans import WeightsSpan
 from control_plane.core.succession import Obstacle, Traits
-from control_plane.shell.engine import CannotResume, EngineError, VocabularyMismatch
+from control_plane.shell.engine import (
+    CannotResume,
+    EngineError,
+    EngineLost,
+    ServedModel,
+    VocabularyMismatch,
+    WeightsChanged,
+)
 from control_plane.shell.ports import HELD_SAMPLING, WorkerInfo
 from twinplane.process.logs import fields
 
@@ -19,11 +27,18 @@ _logger = logging.getLogger(__name__)
 
 FailureKind = type[EngineError] | type[RequestTooLong]
 
-FAILURES: dict[Obstacle, FailureKind] = {
-    Obstacle.PROMPT_LENGTH: RequestTooLong,
-    Obstacle.VOCABULARY: VocabularyMismatch,
-}
-"""What sending the request again can't mend; the other obstacles are EngineLost."""
+
+def failure_of(obstacle: Obstacle, *, is_decided: bool) -> FailureKind:
+    """How a sequence fails over an obstacle. `is_decided`: an operator chooses the weights."""
+    match obstacle:
+        case Obstacle.PROMPT_LENGTH:
+            return RequestTooLong
+        case Obstacle.VOCABULARY:
+            return VocabularyMismatch
+        case Obstacle.WEIGHTS if is_decided:
+            return WeightsChanged
+        case _:
+            return EngineLost
 
 
 class ArithmeticChange(StrEnum):
@@ -58,24 +73,47 @@ def tell_arithmetic(before: WorkerInfo, info: WorkerInfo, on_change: ArithmeticC
     return on_change is ArithmeticChange.CONTINUE
 
 
-def resumable(request: Request, origin: Origin | None, on_change: ArithmeticChange) -> Request:
+def model_of(config: SchedulerConfig, info: WorkerInfo) -> ServedModel:
+    """What a worker serves. `config` are the limits with it."""
+    return ServedModel(
+        name=info.model_name,
+        max_sequence_token_count=config.max_sequence_token_count,
+        vocabulary_size=info.vocabulary_size,
+        weight_version=info.weight_version,
+    )
+
+
+def resumable(
+    request: Request, origin: Origin | None, on_change: ArithmeticChange, *, continues: bool
+) -> Request:
     """A request as it goes on with a worker of `origin`, behind what it has generated elsewhere.
 
-    Raises CannotResume where its tokens would be of two minds.
+    `continues`: it may with other weights. Raises CannotResume where its tokens would be of two
+    minds.
     """
     resumed = request.resumed
-    if resumed is None or resumed.origin is None:
+    if resumed is None:
         return request
+    before, spans = resumed.origin, resumed.spans
+    if not spans and resumed.token_ids:
+        digest = "" if before is None else before.weights_digest
+        span = WeightsSpan(len(resumed.token_ids), digest)
+        if before is not None:
+            name, is_kept = before.weights_name, before.kv_of_other_weights
+            span = replace(span, weights_name=name, kv_of_other_weights=is_kept)
+        spans = (span,)
+    if before is None:
+        return replace(request, resumed=replace(resumed, spans=spans))
     assert origin is not None
-    before = resumed.origin
     differs = []
-    if before.weights_digest != origin.weights_digest:
+    if before.weights_digest != origin.weights_digest and not continues:
         differs.append("weights")
     if before.arithmetic != origin.arithmetic and on_change is ArithmeticChange.END:
         differs.append("arithmetic")
     if differs:
         raise CannotResume(*differs)
-    return replace(request, resumed=replace(resumed, origin=before.followed_by(origin)))
+    goes_on = replace(resumed, origin=before.followed_by(origin), spans=spans)
+    return replace(request, resumed=goes_on)
 
 
 def unfit(

@@ -43,7 +43,8 @@ class ServingWorker:
 
 def serving_worker(replica: Replica) -> ServingWorker:
     """The worker of a replica: the one that is attached, or the last one."""
-    stats, attachment, capacity = replica.stats(), replica.attachment, replica.capacity
+    stats, serving = replica.stats(), replica.serving
+    attachment, capacity = serving.attachment, serving.capacity
     if stats is None or attachment is None or capacity is None:
         return ServingWorker(
             WorkerState.AWAITED,

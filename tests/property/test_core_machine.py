@@ -31,6 +31,7 @@ from control_plane.core.request import (
     StopConditions,
 )
 from control_plane.core.tokens import Tokens
+from control_plane.core.weights import InFlightPolicy
 from tests.support.checking_worker import END
 from tests.support.core_harness import Harness, Pair
 from tests.support.quick import examples
@@ -76,6 +77,7 @@ BASES = ((0,), (1, 2), (3, 4, 5))
 STOPS = (frozenset[int](), frozenset({5}), frozenset({5, END}))
 # Stop strings; the second may be complete with a token that is a stop token too.
 PAIRS: tuple[Pair | None, ...] = (None, None, (2, 3), (4, 5))
+FINISH = InFlightPolicy.FINISH_ON_OLD
 KINDS = (OutputKind.SAMPLE, OutputKind.SAMPLE, OutputKind.HOLD)
 
 Ask = tuple[Callable[[int, float], Request], Pair | None]
@@ -181,6 +183,14 @@ class CoreMachine(RuleBasedStateMachine):
     def reconnect(self, executed_count: int) -> None:
         self.harness.reconnect(executed_count)
 
+    @rule(policy=st.sampled_from(InFlightPolicy), digest=st.sampled_from(["w", "x", "y"]))
+    def switch(self, policy: InFlightPolicy, digest: str) -> None:
+        self.harness.switch(policy, digest)
+
+    @rule(is_closing=st.booleans())
+    def close(self, is_closing: bool) -> None:
+        self.harness.scheduler.close(is_closing=is_closing)
+
     @rule(seconds=st.floats(0.0, 5.0))
     def wait(self, seconds: float) -> None:
         self.harness.now += seconds
@@ -273,6 +283,9 @@ def disturb(harness: Harness, chance: random.Random) -> None:
         harness.execute()
     if chance.random() < 0.02:
         harness.reconnect(chance.randint(0, 3))
+    if chance.random() < 0.02:
+        policy = chance.choice(list(InFlightPolicy))
+        harness.switch(policy, chance.choice("wxy"))
 
 
 @settings(max_examples=examples(200), deadline=None)
@@ -297,5 +310,8 @@ def test_the_crowds_reach_what_they_should() -> None:
         "reconnects with KV kept",
         "hits right after a reconnect",
         "resumed",
+        "several weights",
+        "tokens of kept KV",
+        *(f"switched: {policy.value}" for policy in InFlightPolicy if policy is not FINISH),
     ):
         assert reached[state] > 5, f"{state}: {reached[state]} times"

@@ -29,16 +29,22 @@ END = 6
 WEIGHTS = WeightVersion(1, "w")
 MASK_BYTES = 4
 
-Content = tuple[str, tuple[int, ...]]
+Content = tuple[str, str, tuple[int, ...]]
+"""Cache salt, weights, and the tokens up to there."""
+MIXED = "mixed"
+"""In place of weights: computed over KV of other ones."""
 
 
-def next_token(seed: int, tokens: list[int]) -> int:
-    return zlib.crc32(bytes([seed % 251, *tokens])) % VOCABULARY
+def next_token(seed: int, tokens: list[int], digest: str = WEIGHTS.digest) -> int:
+    own = b"" if digest == WEIGHTS.digest else digest.encode()
+    return zlib.crc32(own + bytes([seed % 251, *tokens])) % VOCABULARY
 
 
-def next_allowed(seed: int, tokens: list[int], mask: bytes | None) -> int:
+def next_allowed(
+    seed: int, tokens: list[int], mask: bytes | None, digest: str = WEIGHTS.digest
+) -> int:
     """The next token, or the first behind it that the mask allows."""
-    token = next_token(seed, tokens)
+    token = next_token(seed, tokens, digest)
     if mask is None:
         return token
     allowed = int.from_bytes(mask, "little")
@@ -53,22 +59,14 @@ def mask_of(seed: int, tokens: list[int]) -> bytes | None:
     return allowed.to_bytes(MASK_BYTES, "little") if allowed % 4 else None
 
 
-def drafts_of(seed: int, tokens: list[int], count: int) -> list[int]:
+def drafts_of(seed: int, tokens: list[int], count: int, digest: str) -> list[int]:
     """What the drafter proposes behind these tokens."""
     drafts: list[int] = []
     for _ in range(count):
-        token = next_token(seed, tokens + drafts)
+        token = next_token(seed, tokens + drafts, digest)
         is_right = zlib.crc32(b"draft" + bytes([seed % 251, *tokens, *drafts])) % 2
         drafts.append(token if is_right else (token + 1) % VOCABULARY)
     return drafts
-
-
-def _propose(row: WorkerRow, count: int) -> list[int]:
-    return drafts_of(row.seed, row.tokens, count)
-
-
-def _token_after(row: WorkerRow) -> int:
-    return next_token(row.seed, row.tokens)
 
 
 class CheckingWorker:
@@ -78,13 +76,28 @@ class CheckingWorker:
         self.config = config
         self.salts = salts
         self.slots: dict[tuple[int, int], Content] = {}
+        self.weights = WEIGHTS
+        self.kept: set[WorkerRow] = set()
+        """Rows that may read what other weights have written."""
         self.attach(epoch)
 
     def attach(self, epoch: int) -> None:
         """Another claim: the rows go, the KV stays where it is."""
         self.epoch = epoch
         self.step_id = 0
-        self._plans = PlanInterpreter(self.config.block_size, _propose)
+        self._plans = PlanInterpreter(self.config.block_size, self._propose)
+        self.kept.clear()
+
+    def commit(self, weights: WeightVersion, *, keep_kv: bool) -> None:
+        """Other weights. Rows and KV stay where they are."""
+        self.weights = weights
+        self.kept = set(self.rows.values()) if keep_kv else set()
+
+    def _propose(self, row: WorkerRow, count: int) -> list[int]:
+        return drafts_of(row.seed, row.tokens, count, self.weights.digest)
+
+    def _token_after(self, row: WorkerRow) -> int:
+        return next_token(row.seed, row.tokens, self.weights.digest)
 
     @property
     def rows(self) -> dict[Row, WorkerRow]:
@@ -98,7 +111,7 @@ class CheckingWorker:
 
     def _step(self, plan: StepPlan, faulty: int | None) -> StepResult:
         assert (plan.epoch, plan.step_id) == (self.epoch, self.step_id + 1)
-        assert plan.weight_version == WEIGHTS
+        assert plan.weight_version == self.weights
         self.step_id = plan.step_id
         tokens = self._run(plan)
         faulted = list(tokens)[faulty : faulty + 1] if faulty is not None else []
@@ -120,7 +133,7 @@ class CheckingWorker:
         tokens: dict[Row, list[int]] = {}
         for number in plan.rows:
             row = self.rows[number]
-            token = next_allowed(row.seed, row.tokens, masks.get(number))
+            token = next_allowed(row.seed, row.tokens, masks.get(number), self.weights.digest)
             self._plans.sample_held(plan.step_id, number, token)
             tokens[number] = [token]
         for number in faulted:
@@ -152,7 +165,7 @@ class CheckingWorker:
             if run.row.output is OutputKind.HOLD:
                 self._plans.hold(plan.step_id, run)
             else:
-                tokens[run.delta.number] = self._plans.sample(plan.step_id, run, _token_after)
+                tokens[run.delta.number] = self._plans.sample(plan.step_id, run, self._token_after)
         return tokens
 
     def _check_added(self, sequence: AddedSequence) -> None:
@@ -184,14 +197,18 @@ class CheckingWorker:
             holders = [other for other in self.rows.values() if block in other.blocks]
             assert holders == [row], "writes into a block that another row holds"
         for position in range(start, end):
-            content = (self.salts[row.seed], tuple(row.tokens[: position + 1]))
+            weights = MIXED if row in self.kept else self.weights.digest
+            content = (self.salts[row.seed], weights, tuple(row.tokens[: position + 1]))
             self.slots[row.blocks[position // size], position % size] = content
 
     def _read(self, row: WorkerRow, start: int, end: int) -> None:
         size = self.config.block_size
         for position in range(start, end):
             content = self.slots.get((row.blocks[position // size], position % size))
-            assert content == (self.salts[row.seed], tuple(row.tokens[: position + 1]))
+            assert content is not None
+            salt, weights, tokens = content
+            assert (salt, tokens) == (self.salts[row.seed], tuple(row.tokens[: position + 1]))
+            assert weights == self.weights.digest or row in self.kept, "KV of other weights"
 
 
 def result_of(

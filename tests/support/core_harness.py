@@ -7,6 +7,7 @@ and no steps, is what it must get in any company.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -15,12 +16,15 @@ from control_plane.core import invariants
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason, SequenceOutput
-from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult
+from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, Resumed, SequenceId
 from control_plane.core.scheduler import Scheduler
+from control_plane.core.spans import Spans, WeightsSpan, extended
+from control_plane.core.weights import InFlightPolicy
 from tests.support.checking_worker import WEIGHTS, CheckingWorker, mask_of, next_allowed
 
 Pair = tuple[int, int]
+NAMED = replace(WEIGHTS, name=f"name of {WEIGHTS.digest}")
 
 
 class PairScanner:
@@ -38,14 +42,31 @@ class PairScanner:
         return None
 
 
-def alone(request: Request, pair: Pair | None, longest: int) -> tuple[list[int], FinishReason]:
-    """The naive model: one request, no batch, no blocks, no steps."""
+Made = tuple[str, bool]
+"""The weights of a token, and whether it came of KV that others had made."""
+
+
+def spans_of(made: list[Made]) -> Spans:
+    """As the core should tell it."""
+    spans: Spans = ()
+    for digest, is_kept in made:
+        name = f"name of {digest}" if digest else ""
+        spans = extended(spans, WeightsSpan(1, digest, name, is_kept))
+    return spans
+
+
+def alone(
+    request: Request, pair: Pair | None, longest: int, digests: Sequence[str] = (WEIGHTS.digest,)
+) -> tuple[list[int], FinishReason]:
+    """The naive model: one request, no batch, no blocks, no steps. `digests`: the weights of each
+    token, the last of all that follow."""
     tokens = list(request.prompt_token_ids)
     output: list[int] = []
     while True:
         constrained = request.output is OutputKind.HOLD
         mask = mask_of(request.seed, tokens) if constrained else None
-        token = next_allowed(request.seed, tokens, mask)
+        digest = digests[min(len(output), len(digests) - 1)]
+        token = next_allowed(request.seed, tokens, mask, digest)
         tokens.append(token)
         output.append(token)
         if token in request.stop.stop_token_ids | request.stop.end_of_sequence_ids:
@@ -80,9 +101,14 @@ class Harness:
     reached: Counter[str] = field(default_factory=Counter)
     resumed_count: int = 0
     """Tokens that requests have brought."""
+    weights: WeightVersion = NAMED
+    made: dict[SequenceId, list[Made]] = field(default_factory=dict)
+    """How each token of each was made."""
+    kept: set[SequenceId] = field(default_factory=set)
+    """Who has stayed in its row since other weights came."""
 
     def __post_init__(self) -> None:
-        self.scheduler = Scheduler(self.config, self.epoch, WEIGHTS)
+        self.scheduler = Scheduler(self.config, self.epoch, NAMED)
         self.worker = CheckingWorker(self.config, self.epoch, self.salts)
         self.cached = self.config.enable_prefix_caching
 
@@ -98,8 +124,11 @@ class Harness:
     def submit(self, request: Request, pair: Pair | None = None, cut: int = 0) -> None:
         """`cut`: it is resumed behind as many of its tokens, if it has more."""
         if cut:
-            output, _ = alone(request, pair, self.config.max_sequence_token_count)
-            request = replace(request, resumed=Resumed(output[: min(cut, len(output) - 1)]))
+            longest = self.config.max_sequence_token_count
+            output, _ = alone(request, pair, longest, [self.weights.digest])
+            tokens = output[: min(cut, len(output) - 1)]
+            spans = spans_of([(self.weights.digest, False)] * len(tokens))
+            request = replace(request, resumed=Resumed(tokens, spans=spans))
         begun = [] if request.resumed is None else list(request.resumed.token_ids)
         longest = self.config.max_sequence_token_count - 1
         name = SequenceId(request.seed)
@@ -119,6 +148,7 @@ class Harness:
             self.requests[name] = request
             self.pairs[name] = pair
             self.outputs[name] = begun
+            self.made[name] = [(self.weights.digest, False)] * len(begun)
             self.reached["resumed"] += bool(begun)
             self.resumed_count += len(begun)
             if request.output is OutputKind.HOLD:
@@ -143,10 +173,13 @@ class Harness:
         fresh = first is not None and first.computed + first.ahead < first.token_limit - 1
         message = self.scheduler.next_message(self.now)
         if message is None:
-            idle = not ledger.waiting and all(sequence.held for sequence in ledger.running)
+            waiting = [s for s in ledger.waiting if s.completion_count or not ledger.is_closing]
+            idle = not waiting and all(sequence.held for sequence in ledger.running)
             assert full or ledger.inflight or idle, "work, but no plan"
             return None
         self.sent.append((message, faulty))
+        if isinstance(message, StepPlan):
+            self.kept -= {SequenceId(added.seed) for added in message.added}
         if isinstance(message, SamplePlan):
             assert ready and message.rows
             self.reached["samples of several rows"] += len(message.rows) > 1
@@ -183,9 +216,13 @@ class Harness:
         assert name not in self.reasons, "tokens for a request that was over"
         assert output.tokens.ids or output.finish
         self.outputs[name] += output.tokens.ids
+        made = self.made[name]
+        made += [(self.weights.digest, name in self.kept)] * len(output.tokens)
+        self.reached["tokens of kept KV"] += name in self.kept and bool(output.tokens.ids)
         request = self.requests[name]
         longest = self.config.max_sequence_token_count
-        expected, reason = alone(request, self.pairs[name], longest)
+        digests = [*(digest for digest, _ in made), self.weights.digest]
+        expected, reason = alone(request, self.pairs[name], longest, digests)
         got = self.outputs[name]
         if output.finish is None:
             assert got == expected[: len(got)] and len(got) < len(expected)
@@ -197,6 +234,8 @@ class Harness:
         self.unmasked.discard(name)
         assert finish.usage.prompt_tokens == len(request.prompt_token_ids)
         assert finish.usage.completion_tokens == len(got)
+        assert finish.spans == spans_of(made)
+        self.reached["several weights"] += len({digest for digest, _ in made}) > 1
         computed = 0 if request.resumed is not None else 1  # the last one, at least
         cached = finish.usage.cached_prompt_tokens
         assert 0 <= cached <= len(request.prompt_token_ids) - computed
@@ -204,6 +243,9 @@ class Harness:
             assert finish.usage.cached_prompt_tokens == 0
         if finish.reason is FinishReason.FAULT:
             assert "INVALID_LOGITS" in finish.detail
+            self.interrupted.add(name)
+        elif finish.reason is FinishReason.WEIGHTS_CHANGED:
+            assert got and finish.detail
             self.interrupted.add(name)
         else:
             assert (got, finish.reason) == (expected, reason)
@@ -216,6 +258,7 @@ class Harness:
         finish = self.scheduler.finish(name, reason)
         assert finish is not None and finish.reason is reason
         assert finish.usage.completion_tokens == len(self.outputs[name])
+        assert finish.spans == spans_of(self.made[name])
         self.reasons[name] = reason
         self.interrupted.add(name)
         self.unmasked.discard(name)
@@ -233,9 +276,11 @@ class Harness:
         )
         self.cached |= caching
         self.worker = CheckingWorker(self.config, self.epoch, self.salts)
+        self.worker.weights = self.weights
         self.sent.clear()
         self.results.clear()
-        assert self.scheduler.resync(self.config, self.epoch, WEIGHTS) == []
+        self.kept.clear()
+        assert self.scheduler.resync(self.config, self.epoch, self.weights) == []
 
     def reconnect(self, executed_count: int) -> None:
         """The same worker after a broken connection, at which it had executed so many messages
@@ -246,13 +291,49 @@ class Harness:
         self.worker.attach(self.epoch)
         self.sent.clear()
         self.results.clear()
-        assert self.scheduler.resync(self.config, self.epoch, WEIGHTS, keep_kv=True) == []
+        self.kept.clear()
+        assert self.scheduler.resync(self.config, self.epoch, self.weights, keep_kv=True) == []
         self.reached["reconnects with KV kept"] += len(self.scheduler.ledger.cache) > 0
+
+    def switch(self, policy: InFlightPolicy, digest: str) -> None:
+        """The worker gets other weights, once nothing is in flight."""
+        while self.outstanding:
+            self.deliver()
+        if policy is InFlightPolicy.FINISH_ON_OLD:
+            bound = 10_000
+            while not self.scheduler.close():
+                assert (bound := bound - 1) > 0, "those that have begun do not end"
+                if self.send() is None and self.outstanding:
+                    self.deliver()
+                elif not self.outstanding and self.unmasked:
+                    self.allow(min(self.unmasked))
+                invariants.check(self.scheduler)
+            while self.outstanding:
+                self.deliver()
+        keeps = policy is InFlightPolicy.KEEP_KV
+        held = {name for name, own in self.scheduler.ledger.sequences.items() if own.held}
+        version = WeightVersion(self.weights.generation + 1, digest, f"name of {digest}")
+        self.worker.commit(version, keep_kv=keeps)
+        self.kept = {SequenceId(row.seed) for row in self.worker.rows.values()} - held
+        self.kept &= set(self.live) if keeps else set()
+        begun = {name for name in self.live if self.outputs[name]}
+        outputs = self.scheduler.switch_weights(version, policy)
+        for output in outputs:
+            self.take(output)
+        self.weights = version
+        ended = {output.sequence_id for output in outputs}
+        assert ended == (begun if policy is InFlightPolicy.ABORT else set())
+        waiting = {own.sequence_id for own in self.scheduler.ledger.waiting}
+        if policy is InFlightPolicy.CONTINUE_ON_NEW:
+            assert not self.scheduler.ledger.running and waiting <= set(self.live)
+        assert len(self.scheduler.ledger.cache) == 0
+        self.reached[f"switched: {policy.value}"] += bool(begun)
 
     def drain(self) -> None:
         """To the end in bounded steps, with as many plans in flight as may be."""
         lengths = [len(self.requests[name].prompt_token_ids) for name in self.live]
         bound = 20 + 40 * (sum(lengths) + self.config.max_sequence_token_count * len(lengths))
+        self.scheduler.close(is_closing=False)
         while self.scheduler.has_work:
             assert (bound := bound - 1) > 0, "requests do not end"
             while self.send() is not None:

@@ -10,17 +10,31 @@ import numpy as np
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import RowFault, SamplePlan, StepPlan, StepResult
 from worker_service.runner.adapters import AdapterSlots
-from worker_service.runner.interface import Adaptable, CompletedStep, PendingStep, Runner
+from worker_service.runner.interface import (
+    Adaptable,
+    CompletedStep,
+    PendingStep,
+    Runner,
+    Sleeper,
+    Updatable,
+)
 
 Provoke = Callable[[StepPlan], Sequence[RowFault]]
 
 
 class ProvokedRunner:
-    """interface.Runner around another. `provoke` is called on the device thread with each plan that
-    was not refused: what it raises, the step raises; rows it returns faults for get no token."""
+    """A runner around another, which takes updates and sleeps, too. `provoke` is called on the
+    device thread with each plan that was not refused: what it raises, the step raises; rows it
+    returns faults for get no token."""
 
     def __init__(self, runner: Runner, provoke: Provoke) -> None:
+        assert isinstance(runner, Updatable) and isinstance(runner, Sleeper)
         self._runner = runner
+        self.begin_update = runner.begin_update
+        self.commit_update = runner.commit_update
+        self.tensors = runner.tensors
+        self.sleep = runner.sleep
+        self.wake = runner.wake
         self._provoke = provoke
         self._held: dict[int, RowFault] = {}
 

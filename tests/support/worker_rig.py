@@ -29,6 +29,7 @@ from worker_service.simulated.runner import (
     SimulatedModel,
     SimulatedRunner,
 )
+from worker_service.weight_updates import UpdateMetrics
 
 VOCABULARY = 101
 BLOCK_SIZE = 4
@@ -109,6 +110,7 @@ async def serving(
     build: Callable[[], Runner] | None = None,
     load: bool = True,
     metrics: StepMetrics | None = None,
+    update_metrics: UpdateMetrics | None = None,
 ) -> AsyncIterator[Rig]:
     """A rig; taken down whole, whatever the test left open."""
     facade = WorkerFacade(
@@ -116,6 +118,7 @@ async def serving(
         worker_id="worker-7",
         incarnation_id="life-1",
         metrics=metrics,
+        update_metrics=update_metrics,
     )
     server = WorkerServer(facade)
     address = await server.start("127.0.0.1", 0)
@@ -177,6 +180,7 @@ def forward(
     add: Sequence[step_pb2.AddedSequence] = (),
     remove: Sequence[int] = (),
     digest: str = WEIGHTS.digest,
+    generation: int = 1,
     **columns: Sequence[int],
 ) -> model_runner_pb2.ForwardRequest:
     """A request; `columns` are those of ScheduledRows."""
@@ -184,7 +188,7 @@ def forward(
         plan=step_pb2.StepPlan(
             epoch=epoch,
             step_id=step_id,
-            weight_version=types_pb2.WeightVersion(generation=1, digest=digest),
+            weight_version=types_pb2.WeightVersion(generation=generation, digest=digest),
             removed_rows=remove,
             added=add,
             scheduled=step_pb2.ScheduledRows(**columns) if columns else None,
@@ -226,10 +230,10 @@ def following(step_id: int, *, epoch: int = 1, **keywords: Any) -> Any:
     )
 
 
-def wanted(count: int, temperature: float = 0.0, seed: int = 7) -> list[int]:
-    """What row 0 samples in `count` steps."""
+def wanted(count: int, temperature: float = 0.0, seed: int = 7, salt: int = 0) -> list[int]:
+    """What row 0 samples in `count` steps; `salt` is the weights'."""
     sampling = SamplingParameters(temperature, 0, 1.0, 0.0, seed)
-    return expected_tokens(PROMPT, count, sampling, VOCABULARY)
+    return expected_tokens(PROMPT, count, sampling, VOCABULARY, salt=salt)
 
 
 def execute(message: Any) -> model_runner_pb2.ExecuteRequest:

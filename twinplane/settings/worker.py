@@ -71,6 +71,13 @@ class WorkerConfig:
         group=_MODEL,
         choices=("auto", "float32", "bfloat16"),
     )
+    weights_root: str | None = option(
+        None,
+        "folder below which updates may read weights, and adapters be, while this worker serves "
+        "(default: none, nothing is read from disk then)",
+        group=_MODEL,
+        path=True,
+    )
     seed: int = option(
         0, "reported to controllers; sampling never depends on it", group=_MODEL, range=SEED
     )
@@ -109,12 +116,6 @@ class WorkerConfig:
     )
     max_lora_rank: int = option(
         16, "maximum rank of a LoRA adapter", group=_LIMITS, range=_ADAPTER_RANK
-    )
-    weights_root: str | None = option(
-        None,
-        "folder below which a controller may name weights and adapters to load (default: none)",
-        group=_LIMITS,
-        path=True,
     )
 
     device: str = option(

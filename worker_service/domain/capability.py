@@ -30,6 +30,8 @@ class Feature(Enum):
     HELD_SAMPLING = 1
     BATCH_INVARIANT = 2
     DRAFT_VERIFICATION = 3
+    WEIGHT_UPDATES = 4
+    SLEEP = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,9 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """KV pool geometry and bytes. `block_count` includes the null block."""
+    """KV pool geometry and bytes. `block_count` includes the null block. `prepared_bytes`: weights
+    on the device that wait for their commit. `kept_tensors_bytes`: tensors on the host that did
+    not come from files, as they came."""
 
     block_count: int
     block_token_count: int
@@ -153,6 +157,8 @@ class MemoryPool:
     workspace_bytes: int
     free_bytes: int
     adapters_bytes: int = 0
+    prepared_bytes: int = 0
+    kept_tensors_bytes: int = 0
 
     @property
     def free_block_count(self) -> int:

@@ -2,18 +2,20 @@
 
 WorkerError
 ├── PlanInvalid           the message is malformed in any state: names the field
-├── UpdateInvalid         an update does not fit the model: names the field or the tensor
+├── UpdateInvalid         other weights don't fit the model: names the field or the tensor
+├── SourceLost            other weights did not come
+├── MemoryLacking         there is no memory for them
 ├── Precondition          the message does not follow from this state
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
 │   ├── RowNotHeld        a row whose logits do not wait for Sample
 │   ├── AdapterInUse      rows use the slot
+│   ├── UpdateConflict    other weights are being prepared, or wait, than the message means
+│   ├── Asleep            weights or KV are not there until Wake
 │   └── PlanMismatch      the planes have drifted apart: resync
 ├── WorkerUnavailable     the worker executes nothing at present
 │   ├── WorkerLoading
 │   └── WorkerDraining
-├── SourceLost            an update's source ended, broke, or did not come
-├── MemoryLacking         an update does not fit in the memory
 ├── GroupLost             another rank of the replica is gone: the epoch is over
 └── RunnerFailed          a bug ended the epoch
 """
@@ -42,9 +44,11 @@ class Reason(StrEnum):
     GROUP_LOST = "GROUP_LOST"
     RUNNER_FAILED = "RUNNER_FAILED"
     INVALID_UPDATE = "INVALID_UPDATE"
+    UPDATE_CONFLICT = "UPDATE_CONFLICT"
     SOURCE_LOST = "SOURCE_LOST"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     ADAPTER_IN_USE = "ADAPTER_IN_USE"
+    ASLEEP = "ASLEEP"
 
 
 class WorkerError(Exception):
@@ -92,7 +96,7 @@ class SourceLost(WorkerError):
 
 
 class MemoryLacking(WorkerError):
-    """The device or the host has too little memory for an update. Nothing has changed."""
+    """The device or the host has too little memory. Nothing has changed."""
 
     reason = Reason.OUT_OF_MEMORY
 
@@ -153,6 +157,23 @@ class AdapterInUse(Precondition):
     """Rows of the persistent batch use the adapter's slot."""
 
     reason = Reason.ADAPTER_IN_USE
+
+
+class UpdateConflict(Precondition):
+    """Another update is being prepared or waits. `update_id` is its name, empty where there is
+    none."""
+
+    reason = Reason.UPDATE_CONFLICT
+
+    def __init__(self, message: str, update_id: str = "") -> None:
+        super().__init__(message)
+        self.update_id = update_id
+
+
+class Asleep(Precondition):
+    """The worker does without its weights or its KV pool until it is woken."""
+
+    reason = Reason.ASLEEP
 
 
 class WorkerUnavailable(WorkerError):

@@ -12,7 +12,7 @@ import torch
 from twinplane.process.logs import fields
 from worker_service.load_errors import CheckpointInvalid
 from worker_service.model.spec import DecoderSpec, ProjectionSpec, TensorSpec
-from worker_service.weights.checkpoint import Checkpoint
+from worker_service.weights.sources.interface import TensorSource
 
 _logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _NAMES_TOLD = 4
 _ROWS_COMPARED = 4096
 
 
-def account_for(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
+def account_for(checkpoint: TensorSource, spec: DecoderSpec) -> DecoderSpec:
     """The spec with its head settled by what the checkpoint holds (see `_settle_head`).
 
     Raises CheckpointInvalid, naming the tensors, where the two differ or a tensor's format is not
@@ -47,14 +47,14 @@ def account_for(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
         stored = checkpoint.stored_format(name)
         if stored not in STORED_FORMATS:
             raise CheckpointInvalid(
-                f"{checkpoint.folder}: the tensor {name} is stored as {stored}"
+                f"{checkpoint.origin}: the tensor {name} is stored as {stored}"
                 f"{_WORDS.get(stored, '')}; only {', '.join(STORED_FORMATS)} are read, "
                 "no quantized weights"
             )
     unknown = found - known - spec.ignored
     if unknown:
         raise CheckpointInvalid(
-            f"{checkpoint.folder}: config.json does not account for {listed(unknown)}; "
+            f"{checkpoint.origin}: config.json does not account for {listed(unknown)}; "
             "without them the model would compute something else. "
             "The files do not belong together, or this worker cannot run such a model"
         )
@@ -73,7 +73,7 @@ def listed(names: Iterable[str]) -> str:
     return f"{kind} {told}" + (f" and {rest} more" if rest > 0 else "")
 
 
-def _settle_head(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
+def _settle_head(checkpoint: TensorSource, spec: DecoderSpec) -> DecoderSpec:
     """What transformers makes of a tied head that the checkpoint holds under its own name.
 
     It takes the place of an embedding that is not there. Beside an embedding it is needless if the
@@ -93,7 +93,7 @@ def _settle_head(checkpoint: Checkpoint, spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, head=ProjectionSpec((head,)))
 
 
-def _are_equal(checkpoint: Checkpoint, first: TensorSpec, second: TensorSpec) -> bool:
+def _are_equal(checkpoint: TensorSource, first: TensorSpec, second: TensorSpec) -> bool:
     one = checkpoint.tensor(first.name, first.shape)
     other = checkpoint.tensor(second.name, second.shape)
     starts = range(0, first.shape[0], _ROWS_COMPARED)

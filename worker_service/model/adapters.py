@@ -50,14 +50,13 @@ def adapter_numbers(share: DecoderShare, limits: AdapterLimits) -> int:
 
 
 def added_size(spec: DecoderSpec | DecoderShare, rank: int) -> int:
-    """Numbers that are kept for a token while adapters add to a projection: what their matrices make
-    of it before and after the second product. Vectors are filled up."""
-    widest = max(
+    """Numbers that are kept for a token while adapters add to a projection: what their matrices
+    make of it before and after the second product. Vectors are filled up."""
+    return max(
         sum(rank + _VECTOR + len(part.outputs) + _VECTOR for part in parts)
         for layer in layer_parts(spec)
         for parts in layer
     )
-    return widest
 
 
 def _parts(projection: ProjectionSpec) -> Iterator[AdaptedPart]:

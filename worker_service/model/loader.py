@@ -8,7 +8,7 @@ from worker_service.load_errors import CheckpointInvalid
 from worker_service.model.accounting import listed
 from worker_service.model.share import DecoderShare
 from worker_service.model.spec import DecoderSpec, ProjectionSpec, TensorSpec
-from worker_service.weights.checkpoint import Checkpoint
+from worker_service.weights.sources.interface import TensorSource
 
 
 class WeightLoader:
@@ -20,12 +20,12 @@ class WeightLoader:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        source: TensorSource,
         spec: DecoderSpec | DecoderShare,
         data_type: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._source = source
         self._data_type = data_type
         self._device = device
         self._untaken = set(spec.tensors())
@@ -69,9 +69,9 @@ class WeightLoader:
     def _stored(self, tensor: TensorSpec) -> torch.Tensor:
         cut, shape = tensor.cut, tensor.stored_shape
         if cut is None:
-            return self._checkpoint.tensor(tensor.name, shape)
+            return self._source.tensor(tensor.name, shape)
         part = range(cut.start, cut.start + tensor.shape[cut.axis])
-        return self._checkpoint.part(tensor.name, shape, cut.axis, part)
+        return self._source.part(tensor.name, shape, cut.axis, part)
 
     def _check_range(self, name: str, stored: torch.Tensor, target: torch.Tensor) -> None:
         """Refuses numbers that became infinite; those that were stored so are the model's own."""
@@ -81,6 +81,6 @@ class WeightLoader:
         if infinite.any() and stored.to(target.device)[infinite].isfinite().any():
             kind = str(self._data_type).removeprefix("torch.")
             raise CheckpointInvalid(
-                f"{self._checkpoint.folder}: the tensor {name} holds numbers that are too large "
+                f"{self._source.origin}: the tensor {name} holds numbers that are too large "
                 f"for {kind}; serve the model in another format by --dtype"
             )

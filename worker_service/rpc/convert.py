@@ -120,7 +120,8 @@ def result_to_pb(result: StepResult) -> step_pb2.StepResult:
             for fault in result.faults
         ],
         timings=step_pb2.StepTimings(
-            queued=_duration(result.queued_seconds), executed=_duration(result.executed_seconds)
+            queued=duration_to_pb(result.queued_seconds),
+            executed=duration_to_pb(result.executed_seconds),
         ),
         digest=result.digest,
     )
@@ -155,10 +156,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
             vocabulary_size=model.vocabulary_size,
             data_type=_data_type_to_pb(model.data_type),
         ),
-        weight_version=types_pb2.WeightVersion(
-            generation=capability.weight_version.generation,
-            digest=capability.weight_version.digest,
-        ),
+        weight_version=version_to_pb(capability.weight_version),
         limits=info_pb2.Limits(
             max_sequence_count=limits.max_sequence_count,
             max_step_token_count=limits.max_step_token_count,
@@ -174,7 +172,19 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
         executor=capability.executor,
         arithmetic=capability.arithmetic,
         rendezvous_address=capability.rendezvous_address,
+        prepared_update=(
+            None
+            if info.prepared is None
+            else info_pb2.PreparedUpdate(
+                update_id=info.prepared.update_id, digest=info.prepared.digest
+            )
+        ),
     )
+
+
+def version_to_pb(version: WeightVersion) -> types_pb2.WeightVersion:
+    """Generation and digest."""
+    return types_pb2.WeightVersion(generation=version.generation, digest=version.digest)
 
 
 def pool_to_pb(pool: MemoryPool) -> info_pb2.MemoryPool:
@@ -193,6 +203,8 @@ def pool_to_pb(pool: MemoryPool) -> info_pb2.MemoryPool:
             workspace_bytes=pool.workspace_bytes,
             free_bytes=pool.free_bytes,
             adapters_bytes=pool.adapters_bytes,
+            prepared_bytes=pool.prepared_bytes,
+            kept_tensors_bytes=pool.kept_tensors_bytes,
         ),
     )
 
@@ -305,7 +317,8 @@ def _int32(path: str, value: int) -> int:
     return value
 
 
-def _duration(seconds: float) -> Duration:
+def duration_to_pb(seconds: float) -> Duration:
+    """A span of seconds."""
     whole, fraction = divmod(round(seconds * 1e9), 10**9)
     return Duration(seconds=whole, nanos=fraction)
 
@@ -380,5 +393,9 @@ def _feature_to_pb(feature: Feature) -> info_pb2.Feature:
             return info_pb2.FEATURE_BATCH_INVARIANT
         case Feature.DRAFT_VERIFICATION:
             return info_pb2.FEATURE_DRAFT_VERIFICATION
+        case Feature.WEIGHT_UPDATES:
+            return info_pb2.FEATURE_WEIGHT_UPDATES
+        case Feature.SLEEP:
+            return info_pb2.FEATURE_SLEEP
         case _:
             assert_never(feature)

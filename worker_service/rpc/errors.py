@@ -13,6 +13,7 @@ from worker_service.domain.errors import (
     Precondition,
     RunnerFailed,
     SourceLost,
+    UpdateConflict,
     UpdateInvalid,
     WorkerError,
     WorkerUnavailable,
@@ -40,6 +41,9 @@ def status_of(error: Exception) -> Status | None:
         case UpdateInvalid(reason=reason, field_path=path, description=description):
             violations = (Violation(path, description),)
             return Status(code.INVALID_ARGUMENT, reason, message, violations=violations)
+        case UpdateConflict(reason=reason, update_id=update_id):
+            metadata = {"update_id": update_id} if update_id else {}
+            return Status(code.FAILED_PRECONDITION, reason, message, metadata=metadata)
         case SourceLost(reason=reason):
             return Status(code.UNAVAILABLE, reason, message, retry_after=_RETRY_SECONDS)
         case MemoryLacking(reason=reason):

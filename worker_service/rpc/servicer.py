@@ -21,6 +21,7 @@ from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
 from worker_service.rpc.adapters_servicer import AdapterMethods
 from worker_service.rpc.rendezvous import rendezvous_from_pb
+from worker_service.rpc.weights_servicer import WeightsMethods
 
 _logger = logging.getLogger(__name__)
 
@@ -51,7 +52,9 @@ class _Stream:
     fenced: str = ""
 
 
-class ModelRunnerServicer(AdapterMethods, model_runner_pb2_grpc.ModelRunnerServiceServicer):
+class ModelRunnerServicer(
+    WeightsMethods, AdapterMethods, model_runner_pb2_grpc.ModelRunnerServiceServicer
+):
     """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
     def __init__(self, facade: WorkerFacade, weights_root: Path | None = None) -> None:

@@ -5,12 +5,20 @@ Weights, adapters, sleep and pooling get protocols of their own, not more method
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from worker_service.domain.capability import Capability, MemoryPool
-from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.domain.plan import SamplePlan, StepPlan, StepResult, WeightVersion
 from worker_service.domain.rendezvous import Rendezvous
+from worker_service.domain.weights import (
+    PreparedWeights,
+    SleepTag,
+    TensorChunk,
+    TensorDescription,
+    WeightsUpdate,
+)
 from worker_service.runner.adapters import AdapterSlots
 
 
@@ -69,6 +77,91 @@ class Adaptable(Protocol):
     @property
     def adapters(self) -> AdapterSlots:
         """The slots. Always the same object."""
+        ...
+
+
+class PreparationCancelled(Exception):
+    """Nobody wants what was being prepared any more."""
+
+
+class RestoreFailed(Exception):
+    """A commit in place has failed, and the weights before it can't be loaded again."""
+
+
+class Prepared(Protocol):
+    """Weights that wait for their commit. Only their runner knows more of them."""
+
+    @property
+    def facts(self) -> PreparedWeights:
+        """What is told of them."""
+        ...
+
+    def drop(self) -> None:
+        """Frees them; after their commit, the weights that were live before. On the thread that
+        prepares weights."""
+        ...
+
+
+class Preparation(Protocol):
+    """An update that is being prepared, on a thread of its own."""
+
+    def put(self, chunk: TensorChunk) -> None:
+        """Takes bytes of a stream. Raises UpdateInvalid."""
+        ...
+
+    def finish(self) -> Prepared:
+        """Waits for what is still to come, checks it, and makes of it what the device runs.
+
+        Raises UpdateInvalid, MemoryLacking, SourceLost or PreparationCancelled.
+        """
+        ...
+
+    def close(self) -> None:
+        """Drops all that it holds, and what it has made."""
+        ...
+
+
+@runtime_checkable
+class Updatable(Protocol):
+    """A runner that takes other weights while it executes plans."""
+
+    def begin_update(self, update: WeightsUpdate, is_cancelled: Callable[[], bool]) -> Preparation:
+        """Checks all that the description shows, then takes the memory. On the thread that
+        prepares weights, one update at a time.
+
+        `is_cancelled` is asked between pieces of work; then what runs raises PreparationCancelled.
+        Raises UpdateInvalid or MemoryLacking.
+        """
+        ...
+
+    def commit_update(self, prepared: Prepared) -> WeightVersion:
+        """Makes prepared weights live, between two steps. On the device thread.
+
+        Returns the capability's new weight version. A commit in place that fails has loaded the
+        weights before it again, and raises UpdateInvalid or MemoryLacking; or RestoreFailed where
+        that fails, too. Raises Asleep.
+        """
+        ...
+
+    def tensors(self) -> tuple[TensorDescription, ...]:
+        """The live weights by name, whole and before any conversion. Any thread."""
+        ...
+
+
+@runtime_checkable
+class Sleeper(Protocol):
+    """A runner that can do without its memory for a while. On the device thread."""
+
+    def sleep(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        """Frees memory. Returns all that is free then; no step may be launched meanwhile.
+
+        Raises PlanMismatch where KV is to go that rows still need.
+        """
+        ...
+
+    def wake(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        """Takes memory again. Returns what is still free. Raises MemoryLacking with nothing
+        changed, or RestoreFailed where the weights are no longer where they came from."""
         ...
 
 

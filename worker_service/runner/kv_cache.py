@@ -58,6 +58,9 @@ class KVCache:
         self.bytes_per_block = bytes_per_block(layer_groups, block_size)
         self.layer_groups = layer_groups
         self._tensors: list[torch.Tensor] = []
+        self._maps: list[mmap.mmap] = []
+        self.is_held = True
+        """Whether it has its memory; see `free`."""
         layers = dict(
             pair for group in layer_groups for pair in self._allocate_group(group, device)
         )
@@ -67,6 +70,43 @@ class KVCache:
     @property
     def byte_count(self) -> int:
         return self.block_count * self.bytes_per_block
+
+    @property
+    def held_bytes(self) -> int:
+        """What it takes of the device now."""
+        return self.byte_count if self.is_held else 0
+
+    def free(self) -> None:
+        """Gives the memory back, and with it what was in it. The tensors stay, and must not be
+        used until `take`. Idempotent."""
+        if not self.is_held:
+            return
+        self.is_held = False
+        for memory in self._maps:  # the addresses stay ours, and the pages go
+            memory.madvise(mmap.MADV_REMOVE)
+        if not self._maps:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+
+    def take(self) -> None:
+        """Takes the memory again. Raises KVPoolTooLarge with nothing taken. Idempotent."""
+        if self.is_held:
+            return
+        if not self._maps:
+            self._take_from_device()
+        self.is_held = True
+        self.clear_null_block()
+
+    def _take_from_device(self) -> None:
+        try:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)
+        except torch.OutOfMemoryError as error:
+            for tensor in self._tensors:
+                tensor.untyped_storage().resize_(0)
+            raise KVPoolTooLarge(
+                f"{tensor.device} does not give the KV pool's {self.byte_count} bytes again"
+            ) from error
 
     def clear_taken(self, plan: StepPlan) -> None:
         """Zeroes the blocks that the plan gives to sequences and that hold no KV of theirs."""
@@ -94,7 +134,7 @@ class KVCache:
         block = self.block_size * group.kv_head_count * group.head_dim
         shape = (len(group.layer_indices), self.block_count, block)
         dtype = getattr(torch, group.data_type.value)
-        keys, values = (_allocate(shape, dtype, device, self.byte_count) for _ in range(2))
+        keys, values = (self._allocate(shape, dtype, device) for _ in range(2))
         self._tensors += [keys, values]
         for place, index in enumerate(group.layer_indices):
             yield (
@@ -102,35 +142,37 @@ class KVCache:
                 LayerMemory(keys[place], values[place], group.kv_head_count, group.head_dim),
             )
 
+    def _allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Allocates device memory, its contents unspecified; on a host with huge pages, in those.
 
-def _allocate(
-    shape: Sequence[int], dtype: torch.dtype, device: torch.device, pool_bytes: int
-) -> torch.Tensor:
-    """Allocates device memory, its contents unspecified; on a host with huge pages, in those.
-
-    A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
-    processor's address cache.
-    """
-    size = math.prod(shape) * dtype.itemsize
-    if device.type != "cpu":
+        A sequence's blocks lie anywhere in the pool, so on small pages reading each one misses the
+        processor's address cache.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu":
+            try:
+                return torch.empty(shape, dtype=dtype, device=device)
+            except torch.OutOfMemoryError as error:
+                raise KVPoolTooLarge(
+                    f"{device} does not give {size} of the KV pool's {self.byte_count} bytes: "
+                    "give less by --kv-cache-memory-bytes"
+                ) from error
         try:
-            return torch.empty(shape, dtype=dtype, device=device)
-        except torch.OutOfMemoryError as error:
+            memory = mmap.mmap(-1, size)
+        except (OSError, OverflowError) as error:
             raise KVPoolTooLarge(
-                f"{device} does not give {size} of the KV pool's {pool_bytes} bytes: "
-                "give less by --kv-cache-memory-bytes"
+                f"this machine does not give {size} of the KV pool's {self.byte_count} bytes "
+                f"({error}): give less by --kv-cache-memory-bytes"
             ) from error
-    try:
-        memory = mmap.mmap(-1, size)
-    except (OSError, OverflowError) as error:
-        raise KVPoolTooLarge(
-            f"this machine does not give {size} of the KV pool's {pool_bytes} bytes ({error}): "
-            "give less by --kv-cache-memory-bytes"
-        ) from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without huge pages refuses; it works without
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(
+                OSError
+            ):  # a system without huge pages refuses; it works without
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        self._maps.append(memory)
+        return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def layer_groups(spec: DecoderSpec | DecoderShare, data_type: DataType) -> tuple[LayerGroup, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from worker_service.domain.plan import WeightVersion
 from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.accounting import account_for
 from worker_service.model.adapters import adaptable_modules, adapter_numbers
-from worker_service.model.loader import WeightLoader
 from worker_service.model.memory import parameter_count
 from worker_service.model.registry import describe
 from worker_service.model.share import all_shares
@@ -39,13 +38,18 @@ from worker_service.runner.device import (
     open_device,
     smaller_formats,
 )
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
+from worker_service.runner.executor import ExecutorConfig, ExecutorMemory, ExecutorType
 from worker_service.runner.kv_cache import KVCache, blocks_within, bytes_per_block, layer_groups
 from worker_service.runner.memory_plan import MemoryPlan, bytes_of_rows, this_machine
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 from worker_service.runner.selection import EXECUTORS, select_executor
+from worker_service.runner.weight_store import LoadRecipe, WeightStore
 from worker_service.weights.checkpoint import Checkpoint
+from worker_service.weights.record import WeightsRecord, places_of
+from worker_service.weights.sources.interface import no_check
+
+_FEATURES = frozenset({Feature.HELD_SAMPLING, Feature.WEIGHT_UPDATES, Feature.SLEEP})
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +96,7 @@ class LoadedModel:
     plan of its memory."""
 
     capability: Capability
-    executor: Executor
+    weights: WeightStore
     cache: KVCache
     device: torch.device
     memory: MemoryPlan
@@ -109,7 +113,7 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     with loaded.memory.explained():
         runner = ModelRunner(
             loaded.capability,
-            loaded.executor,
+            loaded.weights,
             loaded.cache,
             loaded.device,
             loaded.peers,
@@ -125,7 +129,8 @@ def load_model(options: RunnerOptions) -> LoadedModel:
     device = open_device(options.device)
     options.progress(f"opening {options.model_folder}")
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
-        spec = account_for(checkpoint, describe(checkpoint.config))
+        described = describe(checkpoint.config)
+        spec = account_for(checkpoint, described)
         plan = plan_load(options, spec, device)
         chosen, config = plan.executor, plan.config
         _log_memory(plan)
@@ -134,22 +139,27 @@ def load_model(options: RunnerOptions) -> LoadedModel:
         with plan.memory.explained():
             cache = plan.make_cache()
         _set_torch_threads(1 if chosen.has_own_threads else options.thread_count)
-        loader = WeightLoader(checkpoint, config.share, config.data_type, device)
         options.progress("checking the weights' digest")
         data_type = DataType(str(config.data_type).removeprefix("torch."))
-        digest = _arithmetic_digest(
-            checkpoint.digest(), options.quantization, data_type, config.kv_data_type
+        record = _record(checkpoint, spec)
+        recipe = LoadRecipe(
+            executor=chosen,
+            config=config,
+            cache=cache,
+            plan=plan.memory,
+            described=described,
+            version_digest=_version_digest(options.quantization, data_type, config.kv_data_type),
+            memory=lambda: (memory_of(device), this_machine()),
+            root=options.weights_root,
         )
-        with plan.memory.explained():
-            executor = chosen.load(config, loader, cache)
-        loader.finish()
+        executor = recipe.load(checkpoint, report=options.progress)
     return LoadedModel(
         capability=Capability(
             device=describe_device(device),
             model=Model(options.model_name, spec.architecture, spec.vocabulary_size, data_type),
-            weight_version=WeightVersion(1, digest),
+            weight_version=WeightVersion(1, recipe.version_digest(record.digest)),
             limits=config.limits,
-            features=frozenset({Feature.HELD_SAMPLING}) | chosen.features,
+            features=_FEATURES | chosen.features,
             executor=chosen.name,
             attention_backend=chosen.attention_backend or chosen.name,
             random_seed=options.random_seed,
@@ -159,7 +169,7 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             adapter_slot_count=config.adapter_limits.slot_count,
             max_adapter_rank=config.adapter_limits.max_rank,
         ),
-        executor=executor,
+        weights=WeightStore(recipe, record, executor),
         cache=cache,
         device=device,
         memory=plan.memory,
@@ -171,6 +181,13 @@ def load_model(options: RunnerOptions) -> LoadedModel:
 def _adapter_slots(config: ExecutorConfig) -> AdapterSlots:
     memory = None if config.adapters is None else TensorSlots(config.adapters)
     return AdapterSlots(config.adapter_limits, adaptable_modules(config.spec), memory)
+
+
+def _record(checkpoint: Checkpoint, spec: DecoderSpec) -> WeightsRecord:
+    """Reads all weights, unless their digests are remembered."""
+    names = {tensor.name for tensor in spec.tensors()}
+    places = places_of(checkpoint, names)
+    return WeightsRecord(checkpoint.config_bytes(), checkpoint.describe(names, no_check), places)
 
 
 def _host_store(options: RunnerOptions, peers: Peers | None) -> str:
@@ -295,10 +312,11 @@ def _default_data_type(spec: DecoderSpec, device: torch.device) -> DataType:
     return spec.data_type or DataType.BFLOAT16
 
 
-def _arithmetic_digest(
-    content: str, quantization: Quantization, data_type: DataType, kv_data_type: DataType
-) -> str:
-    """The content's own digest; where a setting changes the arithmetic from float32, one of both.
+def _version_digest(
+    quantization: Quantization, data_type: DataType, kv_data_type: DataType
+) -> Callable[[str], str]:
+    """Makes a weight version's digest of that of the content: the same one; where a setting changes
+    the arithmetic from float32, one of both.
 
     So a sequence never goes on under other arithmetic than it began with.
     """
@@ -309,9 +327,13 @@ def _arithmetic_digest(
         settings.append(f"quantization={quantization.value}")
     if kv_data_type is not data_type:
         settings.append(f"kv_cache_dtype={kv_data_type.value}")
-    if not settings:
-        return content
-    return hashlib.sha256("\0".join((content, *settings)).encode()).hexdigest()
+
+    def digest_of(content: str) -> str:
+        if not settings:
+            return content
+        return hashlib.sha256("\0".join((content, *settings)).encode()).hexdigest()
+
+    return digest_of
 
 
 def _limits(options: RunnerOptions, spec: DecoderSpec, block_count: int) -> Limits:

@@ -29,7 +29,6 @@ from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.parallel.peers import Peers
 from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.device import memory_of
-from worker_service.runner.executor import Executor
 from worker_service.runner.held_logits import HeldLogits
 from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep
@@ -38,6 +37,8 @@ from worker_service.runner.logit_batch import BoolColumn, LogitBatch, LogitKind
 from worker_service.runner.plan_checks import refuse_drafts
 from worker_service.runner.rank_steps import Applied, RankSteps
 from worker_service.runner.request_state import RequestState
+from worker_service.runner.weight_changes import ChangesWeights
+from worker_service.runner.weight_store import WeightStore
 from worker_service.sampling.masks import MaskBatch, find_masks
 from worker_service.sampling.sampler import sample
 from worker_service.sampling.state import SamplingBatch, SamplingState
@@ -47,13 +48,13 @@ LogitsObserver = Callable[[int, LogitBatch, torch.Tensor], None]
 they are used. The tensor is the runner's: it may be copied, not kept."""
 
 
-class ModelRunner:
+class ModelRunner(ChangesWeights):
     """interface.Runner on a device. One thread owns it; others may call only `capability`."""
 
     def __init__(
         self,
         capability: Capability,
-        executor: Executor,
+        weights: WeightStore,
         cache: KVCache,
         device: torch.device,
         peers: Peers | None = None,
@@ -62,7 +63,7 @@ class ModelRunner:
         """`peers` are the other ranks of the replica, if there are any; `adapters` its slots."""
         self.adapters = AdapterSlots(AdapterLimits()) if adapters is None else adapters
         self._capability = capability
-        self._executor = executor
+        self._weights = weights
         self._cache = cache
         self._vocabulary_size = capability.model.vocabulary_size
         self._device = device
@@ -82,17 +83,20 @@ class ModelRunner:
         return self._capability
 
     def memory_pool(self) -> MemoryPool:
+        weights_bytes, workspace_bytes = self._weights.live_bytes
         return MemoryPool(
             block_count=self._cache.block_count,
             block_token_count=self._cache.block_size,
             bytes_per_block=self._cache.bytes_per_block,
             layer_groups=self._cache.layer_groups,
             used_block_count=self._state.used_block_count(),
-            weights_bytes=self._executor.weights_bytes,
-            kv_bytes=self._cache.byte_count,
-            workspace_bytes=self._executor.workspace_bytes,
+            weights_bytes=weights_bytes,
+            kv_bytes=self._cache.held_bytes,
+            workspace_bytes=workspace_bytes,
             free_bytes=memory_of(self._device).free_bytes,
             adapters_bytes=self.adapters.byte_count,
+            prepared_bytes=self._weights.prepared_bytes,
+            kept_tensors_bytes=self._weights.kept_bytes,
         )
 
     def reset(self) -> None:
@@ -136,14 +140,14 @@ class ModelRunner:
             self._sampling.add(sequence)
         self._held.drop(plan.removed_rows.tolist())
         self._held.drop(rows.tolist())
-        self._executor.take_blocks(plan)
+        self._weights.executor.take_blocks(plan)
         if not rows.size:
             nothing = StepResult(plan.epoch, plan.step_id)
             if ranks is not None:
                 nothing = Applied.nothing(plan).result(rows)
             return CompletedStep(nothing)
         batch, interest = prepare(plan, state)
-        logits = self._executor.run(batch, interest.token_indices)
+        logits = self._weights.executor.run(batch, interest.token_indices)
         state.advance(plan.scheduled)
         if self._observer is not None and logits.shape[0] == interest.rows.size:
             self._observer(plan.step_id, interest, logits)
@@ -184,7 +188,7 @@ class ModelRunner:
         )
         for row_count, length in ((1, 1), (rows, 1), (1, longest)):
             batch = _warm_up_batch(row_count, length)
-            logits = self._executor.run(batch, batch.query_starts[1:] - 1)
+            logits = self._weights.executor.run(batch, batch.query_starts[1:] - 1)
             if logits.shape[0]:
                 sample(logits, _warm_up_sampling(batch))
         self._cache.clear_null_block()

@@ -13,9 +13,10 @@ from worker_service.domain.columns import IntColumn
 Words = npt.NDArray[np.uint64]
 
 
-def mix(token_ids: IntColumn, positions: IntColumn) -> Words:
-    """What a token at a position writes to the KV, uint64 [tokens]."""
-    return scramble((token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64))
+def mix(token_ids: IntColumn, positions: IntColumn, salt: int = 0) -> Words:
+    """What a token at a position writes to the KV, uint64 [tokens]. `salt` is the weights'."""
+    places = (token_ids.astype(np.uint64) << np.uint64(32)) | positions.astype(np.uint64)
+    return scramble(places ^ np.uint64(salt))
 
 
 def adapter_word(digest: str | None) -> int:

@@ -19,14 +19,20 @@ _WRONG_ONE_IN = 3
 
 
 def propose(
-    token_ids: IntColumn, count: int, seed: int, vocabulary_size: int, first_token: int = 0
+    token_ids: IntColumn,
+    count: int,
+    seed: int,
+    vocabulary_size: int,
+    first_token: int = 0,
+    salt: int = 0,
 ) -> list[int]:
-    """`count` drafts behind the tokens int32 [n] of a sequence, whose seed is 0 when it is greedy.
+    """`count` drafts behind the tokens int32 [n] of a sequence, whose seed is 0 when it is greedy;
+    `salt` is the weights'.
 
     It reads the tokens, not the KV: when the KV is wrong, all drafts are wrong.
     """
     positions = np.arange(token_ids.size, dtype=np.uint64)
-    left = mix(token_ids, positions.astype(np.int32))
+    left = mix(token_ids, positions.astype(np.int32), salt)
     total = (left * position_weights(positions)).sum(dtype=np.uint64, keepdims=True)
     drafts: list[int] = []
     for position in range(token_ids.size, token_ids.size + count):
@@ -36,7 +42,7 @@ def propose(
         if _is_wrong(preference):
             draft = (draft + 1) % np.int32(vocabulary_size)
         drafts.append(int(draft[0]))
-        total = total + mix(draft, place.astype(np.int32)) * position_weights(place)
+        total = total + mix(draft, place.astype(np.int32), salt) * position_weights(place)
     return drafts
 
 

@@ -12,6 +12,7 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -30,6 +31,7 @@ from worker_service.domain.capability import (
     RankCoordinates,
 )
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
+from worker_service.domain.errors import PlanMismatch
 from worker_service.domain.plan import (
     RowFault,
     RowFaultKind,
@@ -40,11 +42,12 @@ from worker_service.domain.plan import (
     WeightVersion,
 )
 from worker_service.domain.rendezvous import Rendezvous
+from worker_service.domain.weights import SleepTag, TensorDescription, WeightsUpdate
 from worker_service.parallel.digest import digest_of
 from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.drafts import kept_tokens
 from worker_service.runner.input_batch import prepare
-from worker_service.runner.interface import CompletedStep, PendingStep
+from worker_service.runner.interface import CompletedStep, PendingStep, Preparation, Prepared
 from worker_service.runner.logit_batch import LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.masks import find_masks
@@ -58,6 +61,7 @@ from worker_service.simulated.arithmetic import (
     preferences,
 )
 from worker_service.simulated.drafter import propose
+from worker_service.simulated.weights import SimulatedPrepared, SimulatedWeights
 
 _BYTES_PER_SLOT = 8
 _NONE: IntColumn = np.empty(0, dtype=np.int32)
@@ -92,8 +96,8 @@ class SimulatedModel:
     """What is pretended. `block_count` includes the null block. No token below `first_token` is
     ever sampled, unless a mask leaves no other. Each of several ranks computes everything by
     itself, so they need no group; only one of them answers with tokens. `rendezvous_address` is
-    where they would meet. An adapter's digest goes into everything that its rows write to the
-    KV."""
+    where they would meet; `weights_root` is the folder that updates may read. An adapter's digest
+    goes into everything that its rows write to the KV."""
 
     name: str
     vocabulary_size: int
@@ -106,6 +110,7 @@ class SimulatedModel:
     ranks: RankCoordinates = field(default_factory=RankCoordinates)
     rendezvous_address: str = ""
     adapter_limits: AdapterLimits = field(default_factory=AdapterLimits)
+    weights_root: Path | None = None
 
 
 def simulated_pool_bytes(block_count: int, block_size: int) -> int:
@@ -144,14 +149,16 @@ class SimulatedRunner:
         content = f"twinplane simulated model, vocabulary {model.vocabulary_size}"
         if model.first_token:
             content += f", first token {model.first_token}"
-        self._weight_version = WeightVersion(1, hashlib.sha256(content.encode()).hexdigest())
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        self._weights = SimulatedWeights(digest, model.weights_root)
+        self._asleep: frozenset[SleepTag] = frozenset()
 
     def capability(self) -> Capability:
         model = self._model
         return Capability(
             device=Device(DeviceKind.SIMULATED, "simulated"),
             model=Model(model.name, model.architecture, model.vocabulary_size, DataType.FLOAT32),
-            weight_version=self._weight_version,
+            weight_version=self._weights.version,
             limits=model.limits,
             features=frozenset(Feature),
             executor="simulated",
@@ -173,7 +180,7 @@ class SimulatedRunner:
             layer_groups=(LayerGroup((0,), 1, 1, DataType.FLOAT32),),
             used_block_count=self._state.used_block_count(),
             weights_bytes=0,
-            kv_bytes=self._kv.nbytes,
+            kv_bytes=0 if SleepTag.KV in self._asleep else self._kv.nbytes,
             workspace_bytes=0,
             free_bytes=0,
         )
@@ -181,6 +188,28 @@ class SimulatedRunner:
     def reset(self) -> None:
         self._state.reset()
         self._held.clear()
+
+    def begin_update(self, update: WeightsUpdate, is_cancelled: Callable[[], bool]) -> Preparation:
+        return self._weights.begin(update, is_cancelled)
+
+    def commit_update(self, prepared: Prepared) -> WeightVersion:
+        assert isinstance(prepared, SimulatedPrepared), "prepared by another runner"
+        return self._weights.commit(prepared)
+
+    def tensors(self) -> tuple[TensorDescription, ...]:
+        return tuple(each for _, each in sorted(self._weights.tensors.items()))
+
+    def sleep(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        if SleepTag.KV in tags and self._state.active.any():
+            raise PlanMismatch("rows of the persistent batch need their KV: remove them first")
+        if SleepTag.KV in tags:
+            self._kv[:] = 0  # what was in it is lost
+        self._asleep |= tags
+        return self._asleep
+
+    def wake(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
+        self._asleep -= tags
+        return self._asleep
 
     def join(self, rendezvous: Rendezvous) -> None:
         """Meets nobody: see SimulatedModel."""
@@ -201,7 +230,7 @@ class SimulatedRunner:
         if scheduled.draft_counts.any():
             self._draft(scheduled)
         batch, interest = prepare(plan, state)
-        written = mix(batch.token_ids, batch.positions)
+        written = mix(batch.token_ids, batch.positions, self._weights.salt)
         if batch.adapter_slots is not None:
             digests = [self.adapters.digest(slot) for slot in batch.adapter_slots.tolist()]
             words = np.array([adapter_word(each) for each in digests], dtype=np.uint64)
@@ -279,7 +308,12 @@ class SimulatedRunner:
         for row, count, seed in zip(rows.tolist(), counts.tolist(), seeds.tolist(), strict=True):
             tokens = state.token_ids[row, : state.known_counts[row]]
             drafts += propose(
-                tokens, count, seed, self._model.vocabulary_size, self._model.first_token
+                tokens,
+                count,
+                seed,
+                self._model.vocabulary_size,
+                self._model.first_token,
+                self._weights.salt,
             )
         state.put_drafts(rows, counts, np.array(drafts, dtype=np.int32))
 

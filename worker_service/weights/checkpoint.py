@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,14 +21,18 @@ from safetensors import SafetensorError, safe_open
 from twinplane.models.errors import ModelInvalid
 from twinplane.models.folder import CONFIG_NAME, INDEX_NAME, open_folder, unreadable
 from twinplane.paths import utf8_path
+from worker_service.domain.weights import TensorDescription
 from worker_service.load_errors import CheckpointInvalid
+from worker_service.weights.sources.interface import Check, bytes_of
 
 DIGEST_CACHE_NAME = ".twinplane-digest.json"
-_HASH_CHUNK_BYTES = 1 << 22
+_HEX_DIGEST = re.compile("[0-9a-f]{64}")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _FileStamp:
+class FileStamp:
     """Identifies a file's content as far as its metadata can."""
 
     name: str
@@ -44,7 +49,8 @@ class _FileStamp:
 
 
 class Checkpoint:
-    """An open model folder. A context manager: tensors taken from it outlive it only as copies.
+    """TensorSource of an open model folder. A context manager: tensors taken from it outlive it
+    only as copies.
 
     Raises CheckpointInvalid when a file is missing, is not what its name says, or lacks a tensor.
     """
@@ -55,6 +61,7 @@ class Checkpoint:
         except ModelInvalid as invalid:
             raise CheckpointInvalid(str(invalid)) from invalid
         self.folder = folder
+        self.origin = str(folder)
         self.config = files.config
         self.weight_files = files.weight_files
         self._stack = contextlib.ExitStack()
@@ -116,31 +123,45 @@ class Checkpoint:
         """
         return str(self._files[name].get_slice(name).get_dtype())
 
-    def digest(self) -> str:
-        """Hex SHA-256 over config.json and the weight files, each preceded by its name and size.
+    def config_bytes(self) -> bytes:
+        """The content of config.json."""
+        return self._from_system(lambda: (self.folder / CONFIG_NAME).read_bytes())
 
-        Remembered beside the files for as long as their names, sizes and times stay the same.
-        """
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """What the weight files are now, as far as their metadata shows it."""
+        return self._from_system(lambda: tuple(map(FileStamp.of, self.weight_files)))
+
+    def describe(self, names: Iterable[str], check: Check) -> dict[str, TensorDescription]:
+        """See TensorSource. The digests are remembered beside the files for as long as the names,
+        sizes and times of those stay the same."""
+        wanted = sorted(names)
+        stamps = [stamp.encoded() for stamp in self.stamps()]
+        cache = self.folder / DIGEST_CACHE_NAME
+        known = _cached_digests(cache, stamps)
+        missing = [name for name in wanted if name not in known]
+        for name in missing:
+            check()
+            tensor = self._source(name).get_tensor(name)
+            known[name] = hashlib.sha256(bytes_of(tensor).data).hexdigest()
+        if missing:
+            # A read-only folder only costs the hash again at the next start.
+            with contextlib.suppress(OSError):
+                partial = cache.with_suffix(".partial")
+                content = {"files": stamps, "tensors": known}
+                partial.write_text(json.dumps(content), encoding="utf-8")
+                partial.replace(cache)
+        return {name: self._description(name, bytes.fromhex(known[name])) for name in wanted}
+
+    def _description(self, name: str, digest: bytes) -> TensorDescription:
+        stored = self._source(name).get_slice(name)
+        return TensorDescription(name, str(stored.get_dtype()), tuple(stored.get_shape()), digest)
+
+    def _from_system(self, read: Callable[[], T]) -> T:
         try:
-            return self._digest([self.folder / CONFIG_NAME, *self.weight_files])
+            return read()
         except OSError as error:
             path = Path(error.filename or self.folder)
             raise CheckpointInvalid(unreadable(path, error)) from error
-
-    def _digest(self, paths: list[Path]) -> str:
-        stamps = [_FileStamp.of(path) for path in paths]
-        key = [stamp.encoded() for stamp in stamps]
-        cache = self.folder / DIGEST_CACHE_NAME
-        known = _cached_digest(cache, key)
-        if known is not None:
-            return known
-        digest = _content_digest(paths, stamps)
-        # A read-only folder only costs the hash again at the next start.
-        with contextlib.suppress(OSError):
-            partial = cache.with_suffix(".partial")
-            partial.write_text(json.dumps({"files": key, "sha256": digest}), encoding="utf-8")
-            partial.replace(cache)
-        return digest
 
     def _source(self, name: str) -> Any:
         """The open file that holds a tensor. Raises CheckpointInvalid."""
@@ -186,27 +207,19 @@ class Checkpoint:
                 )
 
 
-def _cached_digest(cache: Path, key: list[list[str | int]]) -> str | None:
+def _cached_digests(cache: Path, stamps: list[list[str | int]]) -> dict[str, str]:
+    """Hex SHA-256 of tensors by name, as far as they are remembered."""
     try:
         value = json.loads(cache.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(value, dict) or value.get("files") != key:
-        return None
-    digest = value.get("sha256")
-    return digest if isinstance(digest, str) and len(digest) == 64 else None
-
-
-def _content_digest(paths: list[Path], stamps: list[_FileStamp]) -> str:
-    total = hashlib.sha256()
-    for path, stamp in zip(paths, stamps, strict=True):
-        total.update(f"{stamp.name}\0{stamp.size}\0".encode())
-        for chunk in _chunks(path):
-            total.update(chunk)
-    return total.hexdigest()
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as stream:
-        while chunk := stream.read(_HASH_CHUNK_BYTES):
-            yield chunk
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(value, dict) or value.get("files") != stamps:
+        return {}
+    tensors = value.get("tensors")
+    if not isinstance(tensors, dict):
+        return {}
+    return {
+        name: digest
+        for name, digest in tensors.items()
+        if isinstance(digest, str) and _HEX_DIGEST.fullmatch(digest)
+    }

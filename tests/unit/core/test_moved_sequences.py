@@ -47,6 +47,7 @@ def move(name: SequenceId, source: Harness, target: Harness) -> None:
     target.requests[name] = source.requests.pop(name)
     target.pairs[name] = source.pairs.pop(name)
     target.outputs[name] = source.outputs.pop(name)
+    target.made[name] = source.made.pop(name)
     if name in source.unmasked:
         source.unmasked.remove(name)
         target.unmasked.add(name)

@@ -11,8 +11,10 @@ from control_plane.core import invariants
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, Usage
 from control_plane.core.plan import Row, RowFault, StepResult
+from control_plane.core.spans import WeightsSpan
 from control_plane.core.tokens import Tokens
 from tests.support.core_requests import (
+    WEIGHTS,
     add,
     config,
     name_of,
@@ -148,7 +150,8 @@ def test_a_stop_string_ends_a_sequence_at_the_source() -> None:
     plans = [planned(scheduler), planned(scheduler)]
     [output] = scheduler.update(result(plans[0], {0: 6}))
     assert output.tokens.ids == [6]
-    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1), started_at=0.0)
+    spans = (WeightsSpan(1, WEIGHTS.digest),)
+    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1), started_at=0.0, spans=spans)
     assert scheduler.update(result(plans[1], {0: 7})) == []
     assert scanner.seen == [6], "nothing is scanned after the match"
     stats = scheduler.stats()
@@ -162,7 +165,8 @@ def test_a_stop_string_wins_over_an_end_that_comes_with_the_same_token(token: in
     asked = request("a", [1, 2], max_tokens=1, stops=frozenset({9}), ends=frozenset({8}))
     add(scheduler, asked, StopAt(token))
     [output] = scheduler.update(result(planned(scheduler), {0: token}))
-    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1), started_at=0.0)
+    spans = (WeightsSpan(1, WEIGHTS.digest),)
+    assert output.finish == Finish(FinishReason.STOP, Usage(2, 0, 1), started_at=0.0, spans=spans)
 
 
 def test_a_stop_string_cuts_the_tokens_of_a_step_and_the_scanner_sees_none_behind_an_end() -> None:

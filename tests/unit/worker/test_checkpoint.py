@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 
 from worker_service.load_errors import CheckpointInvalid
 from worker_service.weights.checkpoint import DIGEST_CACHE_NAME, Checkpoint
+from worker_service.weights.content import content_digest
+from worker_service.weights.sources.interface import no_check
 
 
 def folder_with(path: Path, value: float = 1.0, config: str = "{}") -> Path:
@@ -23,7 +25,9 @@ def folder_with(path: Path, value: float = 1.0, config: str = "{}") -> Path:
 
 def digest(folder: Path) -> str:
     with Checkpoint(folder) as checkpoint:
-        return checkpoint.digest()
+        return content_digest(
+            checkpoint.config_bytes(), checkpoint.describe(checkpoint.names(), no_check).values()
+        )
 
 
 def sharded(path: Path) -> Path:
@@ -63,15 +67,23 @@ def test_the_digest_is_remembered_until_a_file_changes(tmp_path: Path) -> None:
     first = digest(folder)
     cache = folder / DIGEST_CACHE_NAME
     remembered = json.loads(cache.read_text())
-    remembered["sha256"] = "f" * 64
+    remembered["tensors"]["a"] = "f" * 64
     cache.write_text(json.dumps(remembered))
-    assert digest(folder) == "f" * 64  # it was read, not computed
-    stamp = (folder / "config.json").stat().st_mtime_ns
-    os.utime(folder / "config.json", ns=(stamp, stamp + 1))
+    assert digest(folder) != first  # it was read, not computed
+    stamp = (folder / "model.safetensors").stat().st_mtime_ns
+    os.utime(folder / "model.safetensors", ns=(stamp, stamp + 1))
     assert digest(folder) == first
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": [], "sha256": "x"}'])
+def test_the_digest_is_the_same_however_tensors_are_split_into_files(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    (whole / "config.json").write_text('{"x": 1}')
+    save_file({"b": torch.zeros(3), "a": torch.ones(2)}, whole / "model.safetensors")
+    assert digest(whole) == digest(sharded(tmp_path / "m"))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"files": [], "tensors": {"a": "x"}}'])
 def test_a_broken_digest_cache_is_ignored(tmp_path: Path, content: str) -> None:
     folder = folder_with(tmp_path)
     first = digest(folder)

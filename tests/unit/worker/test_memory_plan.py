@@ -81,7 +81,7 @@ def run_largest_step(runner: ModelRunner) -> None:
     limits = runner.capability().limits
     batch = _warm_up_batch(limits.max_step_token_count, 1)
     with torch.inference_mode():
-        runner._executor.run(batch, np.arange(limits.max_sequence_count, dtype=np.int32))
+        runner._weights.executor.run(batch, np.arange(limits.max_sequence_count, dtype=np.int32))
 
 
 @given(config=configs(), name=st.sampled_from(sorted(FORMATS)), rows=st.sampled_from((1, 16)))
@@ -159,10 +159,10 @@ def test_one_line_says_the_plan_before_anything_is_read(
     class Read(Exception):
         pass
 
-    def read(self: Checkpoint) -> str:
+    def read(self: Checkpoint, *given: object) -> str:
         raise Read
 
-    monkeypatch.setattr(Checkpoint, "digest", read)
+    monkeypatch.setattr(Checkpoint, "describe", read)
     with pytest.raises(Read):
         runner_rig.build(folder)
     (line,) = [record for record in caplog.records if record.msg == "memory plan"]
@@ -236,7 +236,7 @@ def test_a_machine_that_is_too_small_is_told_before_anything_is_read(
     words: str,
 ) -> None:
     only_has(monkeypatch, total)
-    monkeypatch.setattr(Checkpoint, "digest", lambda self: pytest.fail("weights are read"))
+    monkeypatch.setattr(Checkpoint, "describe", lambda *given: pytest.fail("weights are read"))
     for attempt in (check_load, load_runner):
         with pytest.raises(error, match=words) as refused:
             attempt(options(folder, **changes))

@@ -165,7 +165,7 @@ def serve_failing(
 ) -> None:
     def build_failing(folder: Path) -> ModelRunner:
         runner = build(folder)
-        runner._executor = FailingExecutor(runner._executor, fails)
+        runner._weights._executor = FailingExecutor(runner._weights.executor, fails)
         return runner
 
     monkeypatch.setattr(runner_rig, "build", build_failing)

@@ -147,7 +147,7 @@ def test_what_can_not_be_split_is_refused_before_the_weights_are_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = save_random(tiny_spec(), tmp_path)
-    monkeypatch.setattr(Checkpoint, "digest", lambda self: pytest.fail("weights are read"))
+    monkeypatch.setattr(Checkpoint, "describe", lambda *given: pytest.fail("weights are read"))
     with pytest.raises(error, match=words):
         check_load(runner_rig.options(folder, ranks=ranks, **changes), TINY_CONFIG)
 

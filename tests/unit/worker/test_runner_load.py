@@ -126,7 +126,7 @@ def test_options_that_cannot_be_met_say_why(
 def test_no_weight_is_read_for_a_pool_that_can_not_be(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Checkpoint, "digest", lambda self: pytest.fail("weights are read"))
+    monkeypatch.setattr(Checkpoint, "describe", lambda *given: pytest.fail("weights are read"))
     with pytest.raises(KVPoolTooLarge):
         runner_rig.build(folder, kv_cache_bytes=1 << 60)
 
