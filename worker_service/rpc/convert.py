@@ -1,8 +1,7 @@
 """Converts messages of the worker's contract to domain values, and back.
 
-Each column becomes an int32 numpy array in one conversion; an omitted column is filled in. A
-message that no state would allow is refused here, as far as the message alone shows it, with
-PlanInvalid, which names the field. RequestState checks the ranges that depend on the worker.
+Each column becomes an int32 numpy array in one conversion; an omitted column is filled in. What the
+message alone shows to be wrong is refused here, with PlanInvalid, which names the field.
 """
 
 from __future__ import annotations
