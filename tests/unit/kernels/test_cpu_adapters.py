@@ -130,6 +130,27 @@ def test_an_adapter_of_zeros_changes_no_bit(cpu: CpuKernels) -> None:
     assert torch.equal(y, before)
 
 
+@pytest.mark.parametrize("group_size", [None, 32])
+@pytest.mark.parametrize("rows", [1, 9, 32, 130])
+def test_beside_the_projection_it_adds_the_same_bits(
+    cpu: CpuKernels, alone: CpuKernels, rows: int, group_size: int | None
+) -> None:
+    adapters = store(cpu)
+    for slot in range(1, SLOTS + 1):
+        adapters.prepare(adapter(slot, 24 - slot, torch.bfloat16 if slot == 2 else torch.float32))
+        adapters.put(slot)
+    weight = cpu.pack(torch.randn(OUTPUTS, INPUTS), group_size=group_size)
+    x = torch.randn(rows, INPUTS)
+    slots = [index % (SLOTS + 1) for index in range(rows)]
+    step = step_of(adapters, slots, [1] * rows) if any(slots) else step_of(adapters, [3], [1])
+    apart = cpu.linear(x, weight, torch.empty(rows, OUTPUTS))
+    adapters.apply(cpu, step, (0, 0), x, apart)
+    for kernels in (cpu, alone):
+        beside = torch.full((rows, OUTPUTS), float("nan"))
+        adapters.apply(kernels, step, (0, 0), x, beside, weight)
+        assert torch.equal(beside, apart)
+
+
 def test_a_slot_that_is_emptied_or_filled_anew_holds_nothing_of_before(cpu: CpuKernels) -> None:
     adapters = store(cpu)
     x, y = torch.randn(2, INPUTS), torch.randn(2, OUTPUTS)

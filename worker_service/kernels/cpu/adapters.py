@@ -20,7 +20,7 @@ from worker_service.domain.adapters import AdaptedPart, AdapterLimits
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.kernels.cpu import library
-from worker_service.kernels.cpu.ops import CpuKernels, address
+from worker_service.kernels.cpu.ops import CpuKernels, PackedWeight, address, linear_call
 from worker_service.kernels.low_rank import LowRank
 
 LayerParts = tuple[Sequence[AdaptedPart], ...]
@@ -144,15 +144,18 @@ class CompiledAdapters:
         place: tuple[int, int],
         x: torch.Tensor,
         y: torch.Tensor,
+        own: PackedWeight | None = None,
     ) -> None:
         """Adds to `y` [T, out] what the adapters make of `x` [T, in], for projection `place[1]` of
-        layer `place[0]`. A decoder does the same within its one call."""
+        layer `place[0]`. With `own`, the projection's weight, `y` is its product with `x` first, as
+        a decoder does it within its one call."""
         layer, which = place
         counts = [len(parts) for parts in self._layers[0]]
         first = sum(counts[:which])
         at = (layer * len(self._per_layer) + first) * sizeof(library.AdapterPart)
         kernels.context.run(
             library.AdaptCall(
+                own=None if own is None else pointer(linear_call(own, x, y)),
                 batch=pointer(step.batch),
                 targets=pointer(self._targets[first]),
                 target_count=counts[which],

@@ -270,6 +270,7 @@ class AdaptCall(Call):
 
     kernel = "adapt"
     _fields_: ClassVar = [
+        ("own", POINTER(LinearCall)),
         ("batch", POINTER(AdapterBatch)),
         ("targets", POINTER(AdapterTarget)),
         ("target_count", c_int64),

@@ -207,8 +207,10 @@ typedef struct TwkAttentionCall {
   const TwkBatch* batch;
 } TwkAttentionCall;
 
-// y [tokens, …] += what adapters make of x [tokens, k], both of the whole step.
+// y [tokens, …] += what adapters make of x [tokens, k], both of the whole step. With `own` that
+// projection of the same x comes first, and the two are computed side by side.
 typedef struct TwkAdaptCall {
+  const TwkLinearCall* own;  // or null
   const TwkAdapterBatch* batch;
   const TwkAdapterTarget* targets;
   int64_t target_count;

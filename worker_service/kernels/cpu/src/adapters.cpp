@@ -271,24 +271,15 @@ class AdaptJob {
   float* added_ = nullptr;
 };
 
-}  // namespace
-
-void adapt(TwkContext* context, const TwkAdaptCall& call) {
-  const AdaptJob job(context, call);
-  parallel(context, job.shrinks(), [&](int64_t task, int) { job.shrink(task); });
-  parallel(context, job.expansions(), [&](int64_t task, int) { job.expand(task); });
-  parallel(context, job.additions(), [&](int64_t task, int) { job.add(task); });
-}
-
-void adapted_linear(TwkContext* context, const TwkLinearCall& call, const TwkAdaptCall& adapters) {
-  const LinearJob own(context, call);
-  const AdaptJob job(context, adapters);
+// The projection and what is added to it, side by side; see the top.
+void run_beside(TwkContext* context, const LinearJob& own, const TwkAdaptCall& call,
+                const AdaptJob& job) {
   int64_t outputs = 0;
-  for (int64_t target = 0; target < adapters.target_count; ++target) {
-    outputs += adapters.targets[target].count;
+  for (int64_t target = 0; target < call.target_count; ++target) {
+    outputs += call.targets[target].count;
   }
   // The projection's tasks are dealt out as the two halves of the adapters' memory are.
-  const int64_t inputs = adapters.target_count * adapters.k;
+  const int64_t inputs = call.target_count * call.k;
   const int64_t first = own.count * inputs / (inputs + outputs);
   const auto loop = [&](bool expands, int64_t begin, int64_t end) {
     const int64_t all = expands ? job.expansions() : job.shrinks();
@@ -309,6 +300,18 @@ void adapted_linear(TwkContext* context, const TwkLinearCall& call, const TwkAda
   };
   loop(false, 0, first);
   loop(true, first, own.count);
+}
+
+}  // namespace
+
+void adapt(TwkContext* context, const TwkAdaptCall& call) {
+  const AdaptJob job(context, call);
+  if (call.own != nullptr) {
+    run_beside(context, LinearJob(context, *call.own), call, job);
+  } else {
+    parallel(context, job.shrinks(), [&](int64_t task, int) { job.shrink(task); });
+    parallel(context, job.expansions(), [&](int64_t task, int) { job.expand(task); });
+  }
   parallel(context, job.additions(), [&](int64_t task, int) { job.add(task); });
 }
 

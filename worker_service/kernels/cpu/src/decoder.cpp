@@ -32,8 +32,7 @@ void decode(TwkContext* context, const TwkDecodeCall& call) {
     if (adapters == nullptr) return linear(context, own);
     const int64_t first = adapters->first_targets[which];
     const TwkAdapterPart* parts = adapters->parts + index * adapters->first_targets[4] + first;
-    adapted_linear(context, own,
-                   {&adapters->batch, adapters->targets + first,
+    adapt(context, {&own, &adapters->batch, adapters->targets + first,
                     adapters->first_targets[which + 1] - first, parts, adapters->part_stride,
                     own.x, own.x_stride, own.packed->k, own.y, own.y_stride});
   };

@@ -10,9 +10,6 @@ namespace TWK_NAMESPACE {
 TWK_KERNELS(TWK_DECLARE)
 #undef TWK_DECLARE
 
-// `linear`, and then what adapters add to it.
-void adapted_linear(TwkContext*, const TwkLinearCall&, const TwkAdaptCall&);
-
 // The bytes of a packed matrix.
 int64_t packed_bytes(const TwkPacked&);
 
