@@ -1,4 +1,6 @@
-"""Adapters that PEFT makes and saves, in a runner, against PEFT on transformers."""
+"""Adapters that PEFT makes and saves, in a runner, against PEFT on transformers.
+
+`make test` installs PEFT (requirements/goldens.txt)."""
 
 from __future__ import annotations
 
@@ -6,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from tokenizers import Tokenizer
@@ -17,6 +18,8 @@ from tests.support.tiny_adapters import load
 from twinplane import models
 from worker_service.domain.adapters import AdapterLimits
 from worker_service.runner.model_runner import ModelRunner
+
+peft = pytest.importorskip("peft")
 
 # peft asks transformers for a name that it is about to change.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -75,7 +78,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runners(tiny: Path) -> dict[str, ModelRunner]:
     return {
         executor: runner_rig.build(tiny, executor=executor, adapter_limits=LIMITS)
-        for executor in ("compiled", "torch")
+        for executor in ("torch", "compiled")  # the last one sets torch's threads: one
     }
 
 
