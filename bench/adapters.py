@@ -27,15 +27,14 @@ from worker_service.domain.adapters import (
     AdapterLimits,
     LowRankPair,
     StoredTensor,
-    TensorDescription,
 )
-from worker_service.domain.capability import DataType
+from worker_service.domain.weights import TensorDescription
 from worker_service.runner.load import load_runner
 from worker_service.runner.model_runner import ModelRunner
 from worker_service.runner.options import Quantization, RunnerOptions
 
 PROMPT_TOKENS, STEPS, VOCABULARY = 64, 16, 49152
-FORMATS = (DataType.FLOAT32, DataType.BFLOAT16)
+FORMATS = {"F32": torch.float32, "BF16": torch.bfloat16}
 _AT_LEAST = 0.75  # of the base model's throughput, 32 adapters of rank 16 in 32 rows
 
 
@@ -65,8 +64,8 @@ def main() -> None:
         for slot in range(first, first + rows):
             _load(runner, slot, rank, kept)
         own = tuple(range(first, first + rows))
-        contestants.append(Contestant(f"an adapter each, {kept.value}", own))
-        contestants.append(Contestant(f"one adapter, {kept.value}", (first,) * rows))
+        contestants.append(Contestant(f"an adapter each, {kept}", own))
+        contestants.append(Contestant(f"one adapter, {kept}", (first,) * rows))
     contestants.append(Contestant("one row of them with one", (1, *(0,) * (rows - 1))))
     taken = rounds(runner, contestants, options.rounds)
     case = f"{rows} rows, rank {rank}"
@@ -115,7 +114,7 @@ def decode(runner: ModelRunner, contestant: Contestant, seed: int) -> float:
     return time.perf_counter() - started
 
 
-def _load(runner: ModelRunner, slot: int, rank: int, kept: DataType) -> None:
+def _load(runner: ModelRunner, slot: int, rank: int, kept: str) -> None:
     """Puts a random adapter into a slot."""
     modules, pairs = runner.adapters.modules, {}
     assert modules is not None
@@ -127,8 +126,8 @@ def _load(runner: ModelRunner, slot: int, rank: int, kept: DataType) -> None:
     runner.adapters.put(slot, adapter)
 
 
-def _random(name: str, shape: tuple[int, int], kept: DataType) -> StoredTensor:
-    numbers = (0.02 * torch.randn(shape)).to(getattr(torch, kept.value))
+def _random(name: str, shape: tuple[int, int], kept: str) -> StoredTensor:
+    numbers = (0.02 * torch.randn(shape)).to(FORMATS[kept])
     data = bytearray(numbers.view(torch.uint8).numpy().tobytes())
     return StoredTensor(TensorDescription(name, kept, shape), data)
 

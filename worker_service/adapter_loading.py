@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TypeVar
 
 from worker_service.device_errors import is_out_of_memory, one_line
-from worker_service.domain.adapters import Adapter, LoadedAdapter, TensorDescription
-from worker_service.domain.errors import MemoryLacking, SourceLost, UpdateInvalid
+from worker_service.domain.adapters import Adapter, LoadedAdapter
+from worker_service.domain.errors import MemoryLacking, UpdateInvalid
+from worker_service.domain.weights import TensorChunk, TensorDescription
 from worker_service.facade import WorkerFacade
 from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.interface import Adaptable
 from worker_service.weights.adapter_reader import AdapterOutline, outline_adapter, read_adapter
+from worker_service.weights.chunks import ChunkOrder
 from worker_service.weights.paths import allowed_path
 
 T = TypeVar("T")
@@ -49,15 +51,6 @@ class AdapterUpdate:
     slot: int
     expected_digest: str
     source: DiskAdapter | StreamedAdapter
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorChunk:
-    """Bytes of one of an update's tensors, from `offset` on."""
-
-    tensor_index: int
-    offset: int
-    data: bytes
 
 
 class AdapterLoading:
@@ -162,23 +155,14 @@ class AdapterLoading:
         buffers: list[bytearray],
         chunks: AsyncIterator[TensorChunk],
     ) -> None:
-        """Fills the buffers in order. Raises UpdateInvalid for a chunk that is not the next, and
-        SourceLost where some are missing."""
-        index = offset = 0
+        """Fills the buffers. Raises UpdateInvalid for a chunk that is not the next, or a tensor
+        with another digest than was said, and SourceLost where some are missing."""
+        order = ChunkOrder(outline.tensors)
         async for chunk in chunks:
             self._facade.require_claim(epoch)
-            if index == len(buffers) or (chunk.tensor_index, chunk.offset) != (index, offset):
-                raise UpdateInvalid("chunk.offset", "chunks must come in order, without gaps")
-            buffer, end = buffers[index], offset + len(chunk.data)
-            if not chunk.data or end > len(buffer):
-                raise UpdateInvalid("chunk.data", "must have bytes, all of them of its tensor")
-            buffer[offset:end] = chunk.data
-            offset = end
-            if offset == len(buffer):
-                index, offset = index + 1, 0
-        if index < len(buffers):
-            name = outline.tensors[index].name
-            raise SourceLost(f"the stream ended before all bytes of {name[:200]!r} had come")
+            place = order.take(chunk)
+            buffers[place.tensor_index][place.start : place.end] = chunk.data
+        order.finish()
 
     async def _settle(
         self, update: AdapterUpdate, adapter: Adapter, slots: AdapterSlots

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from worker_service.domain.capability import DataType
+from worker_service.domain.weights import TensorDescription
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +27,6 @@ class LoadedAdapter:
     slot: int
     adapter: AdapterDescription
     device_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TensorDescription:
-    """A tensor without its numbers. `sha256`: 32 bytes, or none: not checked."""
-
-    name: str
-    data_type: DataType
-    shape: tuple[int, ...]
-    sha256: bytes = b""
-
-    @property
-    def byte_count(self) -> int:
-        """What its numbers take."""
-        count = 4 if self.data_type is DataType.FLOAT32 else 2
-        for size in self.shape:
-            count *= size
-        return count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,8 +8,9 @@ from typing import Any
 import grpc
 
 from twinplane.worker.v1 import adapters_pb2
-from worker_service.adapter_loading import AdapterLoading, TensorChunk
+from worker_service.adapter_loading import AdapterLoading
 from worker_service.domain.errors import UpdateInvalid
+from worker_service.domain.weights import TensorChunk
 from worker_service.rpc import adapter_convert as convert
 
 _Context = grpc.aio.ServicerContext[Any, Any]

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 
 from worker_service.domain.adapters import Adapter, StoredTensor
 from worker_service.kernels.low_rank import LowRank
 from worker_service.runner.executor import AdapterMemory
+
+_DATA_TYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+)
 
 
 class TensorSlots:
@@ -37,5 +44,5 @@ class TensorSlots:
 def _tensor(stored: StoredTensor) -> torch.Tensor:
     """A view of its bytes."""
     description = stored.description
-    data_type: torch.dtype = getattr(torch, description.data_type.value)
+    data_type = _DATA_TYPES[description.number_format]
     return torch.frombuffer(stored.data, dtype=data_type).view(description.shape)

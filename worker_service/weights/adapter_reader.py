@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,10 +22,9 @@ from worker_service.domain.adapters import (
     AdapterLimits,
     LowRankPair,
     StoredTensor,
-    TensorDescription,
 )
-from worker_service.domain.capability import DataType
 from worker_service.domain.errors import SourceLost, UpdateInvalid
+from worker_service.domain.weights import TensorDescription
 from worker_service.weights.adapter_config import (
     MAX_CONFIG_BYTES,
     AdapterConfig,
@@ -38,16 +37,9 @@ CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_FORMATS: Mapping[str, DataType] = MappingProxyType(
-    {"F32": DataType.FLOAT32, "BF16": DataType.BFLOAT16, "F16": DataType.FLOAT16}
-)
-# Bits of the exponent: all of them are set in an infinity or a NaN.
-_EXPONENTS: Mapping[DataType, tuple[str, int]] = MappingProxyType(
-    {
-        DataType.FLOAT32: ("<u4", 0x7F800000),
-        DataType.BFLOAT16: ("<u2", 0x7F80),
-        DataType.FLOAT16: ("<u2", 0x7C00),
-    }
+# Bits of the exponent: all of them are set in an infinity or a NaN. For each format that is read.
+_EXPONENTS: Mapping[str, tuple[str, int]] = MappingProxyType(
+    {"F32": ("<u4", 0x7F800000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
 )
 
 Modules = Mapping[str, tuple[int, int]]
@@ -81,7 +73,7 @@ class AdapterOutline:
             if tensor.sha256 and tensor.sha256 != digest:
                 raise UpdateInvalid(tensor.name, "its bytes have another SHA-256 than announced")
             _require_finite(tensor, data)
-            known = TensorDescription(tensor.name, tensor.data_type, tensor.shape, digest)
+            known = replace(tensor, sha256=digest)
             stored[tensor.name] = StoredTensor(known, data)
         config = self.config
         pairs = {
@@ -114,6 +106,11 @@ def outline_adapter(
     for tensor in tensors:
         if tensor.name in given:
             raise UpdateInvalid(shown(tensor.name), "is there twice")
+        if tensor.number_format not in _EXPONENTS:
+            raise UpdateInvalid(
+                shown(tensor.name),
+                f"is stored as {tensor.number_format}; only {', '.join(_EXPONENTS)} are read",
+            )
         given[tensor.name] = tensor
     if modules is None:
         wanted = sorted(_modules_of(given))
@@ -211,7 +208,7 @@ def _modules_of(names: Iterable[str]) -> set[str]:
 
 
 def _require_finite(tensor: TensorDescription, data: bytearray) -> None:
-    kind, exponent = _EXPONENTS[tensor.data_type]
+    kind, exponent = _EXPONENTS[tensor.number_format]
     bits = np.frombuffer(data, dtype=kind)
     if ((bits & exponent) == exponent).any():
         raise UpdateInvalid(shown(tensor.name), "has numbers that are not finite")
@@ -223,7 +220,7 @@ def _digest(pairs: Mapping[str, LowRankPair]) -> str:
     told = []
     for module, pair in sorted(pairs.items()):
         tensors = [
-            (each.data_type.value, list(each.shape), each.sha256.hex())
+            (each.number_format, list(each.shape), each.sha256.hex())
             for each in (pair.a.description, pair.b.description)
         ]
         told.append((module, pair.scale.hex(), tensors))
@@ -252,7 +249,8 @@ def _described(path: Path) -> list[TensorDescription]:
             found = []
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 entry = file.get_slice(name)
-                found.append(_description(name, str(entry.get_dtype()), entry.get_shape()))
+                shape = tuple(entry.get_shape())
+                found.append(TensorDescription(name, str(entry.get_dtype()), shape))
             return found
     except SafetensorError as error:
         raise _unreadable(error) from error
@@ -274,19 +272,11 @@ def _read_tensors(path: Path, outline: AdapterOutline) -> list[bytearray]:
     buffers = []
     for tensor in outline.tensors:
         entry = entries.get(tensor.name)
-        if entry is None or _description(tensor.name, entry["dtype"], entry["shape"]) != tensor:
+        found = None if entry is None else (entry["dtype"], tuple(entry["shape"]))
+        if entry is None or found != (tensor.number_format, tensor.shape):
             raise UpdateInvalid("update.disk.path", f"{TENSORS_NAME} was changed while it was read")
         buffers.append(bytearray(entry["data"]))
     return buffers
-
-
-def _description(name: str, stored_format: str, shape: Sequence[int]) -> TensorDescription:
-    data_type = _FORMATS.get(stored_format)
-    if data_type is None:
-        raise UpdateInvalid(
-            shown(name), f"is stored as {stored_format}; only {', '.join(_FORMATS)} are read"
-        )
-    return TensorDescription(name, data_type, tuple(shape))
 
 
 def _unreadable(error: Exception) -> UpdateInvalid:
