@@ -110,6 +110,8 @@ firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an instal
 restarts: $(STUBS)  ## kill the control plane 50 times under 16 resuming clients: 4 minutes
 	$(BIN)/python -m tests.restarts $(ARGS)
 
+# Side by side, torch's threads sleep while they wait for each other: spinning takes a neighbour's core.
+check: export OMP_WAIT_POLICY := passive
 check: lint  ## what to run before a commit: static checks and the quick tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)
 
