@@ -67,5 +67,6 @@ async def test_a_healthy_server_may_be_silent_for_long() -> None:
         small_server(behaviour, CLIENT_CONNECTIONS) as port,
         grpc.aio.insecure_channel(f"127.0.0.1:{port}", options=channel.OPTIONS) as connection,
     ):
-        answers = [answer async for answer in connection.unary_stream(STREAM)(b"prompt")]
+        method: Any = connection.unary_stream(STREAM)
+        answers = [answer async for answer in method(b"prompt")]
     assert answers == [b"first token"] and calls == 1

@@ -14,8 +14,8 @@ from control_plane.core.placement import Leads
 from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.core.request import Request, SequenceId
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.suspicion import Accusation
 from control_plane.core.succession import Traits
+from control_plane.core.suspicion import Accusation
 from control_plane.core.tokens import Tokens
 from tests.simulation.rig import request
 
