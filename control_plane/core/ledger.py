@@ -72,6 +72,10 @@ class Ledger:
         self.appeals_in_row = 0
         self.tokens_at_appeal = 0
         """`counters.generated_tokens` at the last appeal."""
+        self.fruitless_ends = 0
+        """Claims that ended over what ran, since the last token before the latest."""
+        self.tokens_at_end = 0
+        """`counters.generated_tokens` at the latest of these ends."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)

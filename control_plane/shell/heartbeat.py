@@ -10,7 +10,7 @@ a step takes too long is core/progress.py's to say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from control_plane.core.plan import Message, StepResult
@@ -43,13 +43,22 @@ _TINY = 1e-3
 class Heartbeat:
     """Watches one worker, claim after claim.
 
-    `limit`: seconds without a sign of life that are too many.
+    `limit`: seconds without a sign of life that are too many. `doubts` hears within a look when the
+    worker becomes suspicious, with True, and when it no longer is; not when the watching ends.
     """
 
-    def __init__(self, worker: Worker, limit: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        limit: float,
+        clock: Clock,
+        doubts: Callable[[bool], None] = lambda is_suspicious: None,
+    ) -> None:
         self._worker = worker
         self._limit = limit
         self._clock = clock
+        self._doubts = doubts
+        self._has_doubts = False
         self._progress = Progress()
         self._has_heard = False
         self._silent_looks = 0
@@ -93,6 +102,7 @@ class Heartbeat:
             watching.cancel()
             await asyncio.wait((working, watching))
             self._silent_looks = 0
+            self._has_doubts = False
 
     async def _watch(self) -> WorkerLost:
         """Returns once the worker has been silent for too long, a fifth of that late at most, or
@@ -114,6 +124,9 @@ class Heartbeat:
                     self._calm_looks -= 1
                     self._has_heard = True
                 self._silent_looks = 0 if self._has_heard else self._silent_looks + 1
+                if self.is_suspicious is not self._has_doubts:
+                    self._has_doubts = not self._has_doubts
+                    self._doubts(self._has_doubts)
                 if self._silent_looks and ping is None:
                     ping = asyncio.create_task(self._ping())
             return WorkerSilent(self._limit)

@@ -8,12 +8,14 @@ from itertools import count
 import pytest
 
 from control_plane.core.config import SchedulerConfig
+from control_plane.core.events import FinishReason
 from control_plane.core.fleet import Member, MemberState, evacuation, places, relief
 from control_plane.core.placement import Leads
 from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.core.request import Request, SequenceId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.succession import Traits
+from control_plane.core.suspicion import Accusation
 from control_plane.core.tokens import Tokens
 from tests.simulation.rig import request
 
@@ -44,7 +46,8 @@ def begin(own: Member, prompt: tuple[int, ...] = PROMPT) -> SequenceId:
     plan = own.core.schedule(0.0)
     assert plan is not None
     rows = list(plan.scheduled.rows)
-    own.core.update(StepResult(1, plan.step_id, rows, [1] * len(rows), Tokens([9] * len(rows))))
+    epoch, counts = own.core.ledger.epoch, [1] * len(rows)
+    own.core.update(StepResult(epoch, plan.step_id, rows, counts, Tokens([9] * len(rows))))
     return sequence_id
 
 
@@ -213,3 +216,44 @@ def test_a_move_keeps_the_books_and_tells_of_other_arithmetic(crossed: bool, beg
     assert (source.core.stats().moved_out, target.core.stats().moved_in) == (1, 1)
     assert not departed.blocks and not departed.pending and departed.computed == 0
     assert source.core.stats().kv_active_tokens == 0
+
+
+def end_claim(own: Member, times: int) -> None:
+    """So many claims that end over the one sequence that runs; none of them brings a token."""
+    sequence_id = wait(own)
+    for _ in range(times):
+        assert own.core.schedule(0.0) is not None
+        own.core.accuse(Accusation(), 9)
+        ledger = own.core.ledger
+        own.core.resync(ledger.config, ledger.epoch + 1, WeightVersion(1, "a" * 64))
+    own.core.finish(sequence_id, FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("ends", "gets_token", "is_other_full", "first"),
+    [
+        (0, False, False, 0),
+        (1, False, False, 0),  # bad luck
+        (2, False, False, 1),
+        (5, False, False, 1),
+        (5, True, False, 0),  # it works again
+        (5, False, True, 0),  # otherwise nobody would ever find out
+    ],
+)
+def test_who_fails_whoever_runs_is_empty_and_no_good_place(
+    ends: int, gets_token: bool, is_other_full: bool, first: int
+) -> None:
+    doubtful, other = member(0), member(1)
+    begin(other)
+    if is_other_full:
+        fill(other)
+        wait(other)
+    end_claim(doubtful, ends)
+    assert not doubtful.core.ledger.sequences
+    if gets_token:
+        doubtful.core.finish(begin(doubtful), FinishReason.CANCELLED)
+    found = places([doubtful, other], asked())
+    assert [own.number for own in found] == [first, 1 - first]
+    lost = member(2, state=MemberState.LOST)
+    begin(lost)
+    assert targets(lost, doubtful, other) == [first]
