@@ -43,8 +43,8 @@ _TINY = 1e-3
 class Heartbeat:
     """Watches one worker, claim after claim.
 
-    `limit`: seconds without a sign of life that are too many. `doubts` hears within a look when the
-    worker becomes suspicious, with True, and when it no longer is; not when the watching ends.
+    `limit`: seconds without a sign of life that are too many. `on_doubt` is called when the
+    worker becomes suspicious, and when it no longer is; not when the watching ends.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class Heartbeat:
         worker: Worker,
         limit: float,
         clock: Clock,
-        doubts: Callable[[bool], None] = lambda is_suspicious: None,
+        on_doubt: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._limit = limit
         self._clock = clock
-        self._doubts = doubts
+        self._on_doubt = on_doubt
         self._has_doubts = False
         self._progress = Progress()
         self._has_heard = False
@@ -126,7 +126,7 @@ class Heartbeat:
                 self._silent_looks = 0 if self._has_heard else self._silent_looks + 1
                 if self.is_suspicious is not self._has_doubts:
                     self._has_doubts = not self._has_doubts
-                    self._doubts(self._has_doubts)
+                    self._on_doubt()
                 if self._silent_looks and ping is None:
                     ping = asyncio.create_task(self._ping())
             return WorkerSilent(self._limit)

@@ -120,7 +120,9 @@ class Replica:
         self._register = register
         self._listener = listener
         self._claim = Claim(settings.claim, jitter)
-        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit, clock, self._doubted)
+        self._heartbeat = Heartbeat(
+            worker, settings.claim.silence_limit, clock, lambda: self.life.looked_at(self.state)
+        )
         self._pipeline = Pipeline(
             number,
             worker,
@@ -313,11 +315,6 @@ class Replica:
         )
         self._register.deliver(outputs, self._clock())
         return kv_kept
-
-    def _doubted(self, is_suspicious: bool) -> None:
-        if not self.is_leaving and not self._claim.is_leaving:
-            why = "it is silent, or late with a step" if is_suspicious else "it goes on"
-            self.life.note(self.state, why)
 
     def _worker_leaves(self) -> None:
         """The worker was told to end: it goes on for those whom nobody else can take."""
