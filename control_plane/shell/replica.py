@@ -256,10 +256,10 @@ class Replica:
         admit = partial(self._listener.admit, self)
         try:
             attachment = await self._in_patience(self._worker.attach(admit=admit))
+            resumed, last = self._core is not None, self.attachment
+            kv_kept = self._adopt(attachment)
         finally:
             self.life.claiming = ""
-        resumed, last = self._core is not None, self.attachment
-        kv_kept = self._adopt(attachment)
         assert self.capacity is not None
         self._claim.attached(self._clock())
         info = attachment.info

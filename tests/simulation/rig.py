@@ -177,7 +177,8 @@ async def running(
     rig = Rig(loop, workers, chosen or settings(), seed)
     async with rig.group:
         task = rig.group.create_task(rig.fleet.run())
-        await rig.attached()
+        async with asyncio.timeout(60.0):
+            await rig.attached()
         try:
             yield rig
         finally:

@@ -9,7 +9,8 @@ import pytest
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
-from control_plane.core.fleet import Member, MemberState, evacuation, places, relief
+from control_plane.core.exchange import Exchange
+from control_plane.core.fleet import Member, MemberState, Move, evacuation, places, relief
 from control_plane.core.placement import Leads
 from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.core.request import Request, SequenceId
@@ -180,6 +181,24 @@ def test_who_moves_has_blocks_behind_a_queue_and_tokens_of_the_plan() -> None:
         full_plan = member(0, length=64)
         full_plan.core.add(next(ids), request("r", tuple(range(2, 2 + prompt_count)), 1))
         assert (relief(full_plan, [source], may_cross=False) is not None) == fits
+
+
+@pytest.mark.parametrize("turns", [0, 1], ids=["of who waits", "of who is free"])
+@pytest.mark.parametrize("count", range(1, 5))
+def test_a_turn_of_either_moves_who_waits(turns: int, count: int) -> None:
+    """An idle replica has no turn: whoever has a queue, as after a preemption, gives of it."""
+    members = {0: member(0, rows=1), 1: member(1, rows=count)}
+    source, idle = members[0], members[1]
+    fill(source)
+    waiting = [wait(source) for _ in range(count + 1)]
+    exchange = Exchange(members.get, may_cross=False)
+    exchange.note(source)
+    exchange.note(idle)
+    moves = []
+    for move in exchange.moves(members[turns]):
+        moves.append(move)
+        idle.core.adopt(source.core.withdraw(move.sequence_id))
+    assert moves == [Move(sequence_id, 0, 1) for sequence_id in waiting[:count]]
 
 
 def test_whoever_starts_anyway_stays() -> None:

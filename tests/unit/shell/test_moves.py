@@ -89,9 +89,10 @@ def moved_counts(rig: Rig) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("away_seconds", "moves"), [((0.0,), False), ((0.1,), False), ((0.1, 0.2), False), ((0.5,), True)],
+    ("away_seconds", "moves"),
+    [((0.0,), False), ((0.1,), False), ((0.1, 0.2), False), ((0.5,), True)],
     ids=["at once", "soon", "soon, and again", "not soon"],
-)  # fmt: skip
+)
 def test_a_connection_that_is_soon_whole_moves_nobody(
     away_seconds: tuple[float, ...], moves: bool
 ) -> None:
@@ -112,6 +113,26 @@ def test_a_connection_that_is_soon_whole_moves_nobody(
             assert moved_counts(rig) == [int(moves), 0]
             for seed, answer in enumerate(answers):
                 assert answer.tokens == expected_tokens(PROMPT, 50, seed)
+
+    run_virtual(main)
+
+
+def test_who_waits_goes_where_a_place_gets_free() -> None:
+    """When it gets free, not when its own replica has one."""
+
+    async def main(loop: VirtualLoop) -> None:
+        workers = [FakeWorker(Machine(max_sequence_count=1), lambda: 0.02) for _ in range(2)]
+        async with running(loop, workers) as rig:
+            long, short, waiting = (
+                rig.submit(request(f"r{seed}", PROMPT, count, seed=seed))
+                for seed, count in enumerate((50, 20, 20))
+            )
+            await until(lambda: rig.stats(0).waiting == 1)
+            await rig.settled(short)
+            await rig.settled(waiting)
+            assert not long.end_count
+            assert moved_counts(rig) == [1, 0]
+            await rig.settled(long)
 
     run_virtual(main)
 
