@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from control_plane.core import invariants
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.exchange import Exchange
@@ -26,11 +27,11 @@ ids = map(SequenceId, count(1))
 
 def member(
     number: int, *, state: MemberState = MemberState.ATTACHED, arithmetic: str = "one",
-    length: int = 32, rows: int = 2, block_count: int = 40,
+    length: int = 32, rows: int = 2, block_count: int = 40, block_size: int = 4,
 ) -> Member:  # fmt: skip
     config = SchedulerConfig(
         max_sequence_count=rows, max_step_token_count=32, max_sequence_token_count=length,
-        block_count=block_count, block_size=4, max_waiting_count=9,
+        block_count=block_count, block_size=block_size, max_waiting_count=9,
     )  # fmt: skip
     core = Scheduler(config, 1, WeightVersion(1, "a" * 64))
     return Member(number, core, Traits("a" * 64, arithmetic, 97, length), state)
@@ -276,3 +277,30 @@ def test_who_fails_whoever_runs_is_empty_and_no_good_place(
     lost = member(2, state=MemberState.LOST)
     begin(lost)
     assert targets(lost, doubtful, other) == [first]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length", [12, 16, 64])
+def test_a_move_fits_a_sequence_to_the_limits_and_blocks_there(
+    length: int, block_size: int
+) -> None:
+    """It has as many tokens as it would have had there from the start, and finds its prefix."""
+    source, target = (
+        member(0, length=16),
+        member(1, length=length, block_size=block_size, block_count=80),
+    )
+    prompt = tuple(range(2, 11))
+    sequence_ids = next(ids), next(ids)
+    for own, sequence_id in zip((source, target), sequence_ids, strict=True):
+        own.core.add(sequence_id, request(str(sequence_id), prompt, 99))
+        plan = own.core.schedule(0.0)
+        assert plan is not None
+        own.core.update(StepResult(1, plan.step_id, list(plan.scheduled.rows), [1], Tokens([9])))
+    target.core.adopt(source.core.withdraw(sequence_ids[0]))
+    plan = target.core.schedule(0.0)
+    assert plan is not None
+    moved, local = (target.core.ledger.sequences[sequence_id] for sequence_id in sequence_ids)
+    assert moved.token_limit == local.token_limit == length
+    shared = len(prompt) // block_size
+    assert moved.blocks[:shared] == local.blocks[:shared]
+    invariants.check(target.core)
