@@ -26,8 +26,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._real_select = self._selector.select
         self._selector.select = self._select
         self.failures: list[str] = []
-        """What callbacks and forgotten tasks raised: asyncio only logs it."""
-        self.set_exception_handler(lambda _, context: self.failures.append(repr(context)))
+        """What timers and other callbacks raised: asyncio only logs it."""
+        self.set_exception_handler(self._note_failure)
 
     def time(self) -> float:
         return self._now
@@ -35,6 +35,11 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def timer_count(self) -> int:
         """How many timers are set."""
         return sum(not timer.cancelled() for timer in self._scheduled)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            self.failures.append(repr(context))
 
     def _select(self, timeout: float | None = None) -> Any:
         if timeout is None:
