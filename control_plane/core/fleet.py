@@ -219,7 +219,7 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
         return None
     best: tuple[Sequence, Member] | None = None
     for member in queued:
-        if member is idle or not member.core.ledger.waiting:
+        if member is idle:
             continue
         first = _first_to_go(member, idle, may_cross=may_cross)
         if first is not None and (best is None or first.rank < best[0].rank):

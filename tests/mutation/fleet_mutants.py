@@ -126,8 +126,8 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-nobody",
         "fleet.py",
-        "if member is idle or not member.core.ledger.waiting:",
-        "if member is idle:",
+        "        return not waiting or (\n",
+        "        return (\n",
     ),
     Mutant(
         "goes-where-it-is-cut",
