@@ -33,13 +33,14 @@ from tests.support.quick import UNSHRUNK
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("control_plane", "twinplane", "tests", "pyproject.toml")
-# The tables first: they take seconds and catch nearly all. Of a file named twice, once.
+# The tables first: they take seconds and catch nearly all.
 _CORE = [f"tests/unit/core/test_{name}.py" for name in ("fleet_decisions", "placement")]
 _SHELL = [f"tests/unit/shell/test_{name}.py" for name in ("moves", "roster", "two_replicas")]
 SUITES = {
     "core": (("tests/unit/core",), ("tests/property",)),
     "fleet": (
-        (*_CORE, *_SHELL, "tests/unit/core", "tests/unit/shell"),
+        (*_CORE, *_SHELL),
+        ("tests/unit/core", "tests/unit/shell"),
         ("tests/property",),
         ("tests/simulation",),
     ),

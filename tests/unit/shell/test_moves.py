@@ -117,6 +117,30 @@ def test_a_connection_that_is_soon_whole_moves_nobody(
     run_virtual(main)
 
 
+@pytest.mark.parametrize("how", ["comes back", "joins"])
+def test_a_newcomer_takes_what_the_lost_had(how: str) -> None:
+    """Nobody could take it when its worker was lost."""
+
+    async def main(loop: VirtualLoop) -> None:
+        workers = [FakeWorker(Machine(), lambda: 0.02) for _ in range(2)]
+        async with running(loop, workers) as rig, asyncio.timeout(60.0):
+            answers = [rig.submit(request(f"r{n}", PROMPT, 30, seed=n)) for n in range(4)]
+            await until(lambda: all(answer.tokens for answer in answers))
+            for worker in workers:
+                worker.kill()
+            await asyncio.sleep(5.0)
+            if how == "comes back":
+                workers[1].reachable = True
+            else:
+                rig.fleet.join(FakeWorker(Machine(name="new"), lambda: 0.02))
+            await rig.settled(*answers)
+            for seed, answer in enumerate(answers):
+                assert answer.error is None
+                assert answer.tokens == expected_tokens(PROMPT, 30, seed)
+
+    run_virtual(main)
+
+
 def test_who_waits_goes_where_a_place_gets_free() -> None:
     """When it gets free, not when its own replica has one."""
 
