@@ -97,3 +97,17 @@ def test_replicas_run_from_when_they_join_until_they_have_left(count: int) -> No
             ]  # fmt: skip
 
     run_virtual(main)
+
+
+def test_one_that_leaves_alone_ends_what_it_has_before_it_goes() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, FakeWorker(Machine(), lambda: 0.01)) as rig, asyncio.timeout(60.0):
+            answer = rig.submit(request("r", PROMPT, 20))
+            await until(lambda: bool(answer.tokens))
+            rig.fleet.leave(rig.fleet.replicas[0])
+            await rig.settled(answer)
+            assert answer.error is None
+            assert answer.tokens == expected_tokens(PROMPT, 20)
+            await until(lambda: not rig.fleet.replicas)
+
+    run_virtual(main)
