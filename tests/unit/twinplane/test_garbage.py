@@ -1,4 +1,4 @@
-"""The collector's settings: what many streams make and drop in each step is no reason to collect."""
+"""What many streams make and drop in each step is no reason for the collector to run."""
 
 from __future__ import annotations
 
