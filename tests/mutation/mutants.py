@@ -170,6 +170,18 @@ MUTANTS = (
         "removed_rows, ledger.released_rows = ledger.released_rows, []",
         "removed_rows = []",
     ),
+    Mutant(
+        "turns-by-rank-alone",
+        "turns.py",
+        "    decoding.sort(key=_last_step)  # among equals, the order stays\n",
+        "",
+    ),
+    Mutant(
+        "turn-without-room",
+        "planner.py",
+        "        if others and not self.columns.rows:\n",
+        "        if False:\n",
+    ),
     # What results do.
     Mutant(
         "end-one-late",

@@ -6,6 +6,7 @@ and no steps, is what it must get in any company.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
@@ -141,6 +142,7 @@ class Harness:
         ready = set(ledger.ready)
         first = next((sequence for sequence in ledger.running if not sequence.held), None)
         fresh = first is not None and first.computed + first.ahead < first.token_limit - 1
+        last_step = first.last_step if first is not None and first.caught_up else -math.inf
         message = self.scheduler.next_message(self.now)
         if message is None:
             idle = not ledger.waiting and all(sequence.held for sequence in ledger.running)
@@ -154,8 +156,11 @@ class Harness:
         else:
             assert not full and not ready
             assert message.scheduled.rows or message.removed_rows
-            if first is not None and fresh:
-                assert first.row in message.scheduled.rows, "the first of all did not go on"
+            if first is not None and fresh and first.row not in message.scheduled.rows:
+                stages = self.config.pipeline_stage_count
+                assert message.step_id - last_step < 2 * stages - 1, "the first did not go on"
+                assert message.scheduled.rows, "nobody went on"
+                self.reached["turns of others"] += 1
             self._note(message)
         return message
 

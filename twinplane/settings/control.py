@@ -129,7 +129,11 @@ class ControlConfig:
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin alike", group=_SCHEDULING
     )
-    async_scheduling: bool = option(True, "plan the next step while one runs", group=_SCHEDULING)
+    async_scheduling: bool = option(
+        True,
+        "plan the next step while one runs; without it, pipeline stages work one at a time",
+        group=_SCHEDULING,
+    )
     ageing_seconds: float = option(
         10.0,
         "seconds of waiting that are worth one priority level",

@@ -318,4 +318,5 @@ def _limits(options: RunnerOptions, spec: DecoderSpec, block_count: int) -> Limi
         max_step_token_count=options.max_step_token_count,
         max_sequence_token_count=length,
         max_prompt_token_count=length,
+        max_inflight_step_count=options.ranks.inflight_step_count,
     )
