@@ -52,7 +52,7 @@ class Stages:
 
 def sampled(plan: StepPlan) -> dict[int, int]:
     """A token for each row that reached its end: each prompt takes one chunk."""
-    return {row: 1 for row in plan.scheduled.rows}
+    return dict.fromkeys(plan.scheduled.rows, 1)
 
 
 @dataclass
