@@ -45,6 +45,7 @@ BENCHMARKS = (
     Benchmark("scheduler_cost", has_peers=True),
     Benchmark("control_cost"),
     Benchmark("fleet_cost"),
+    Benchmark("pipeline_stages"),
     Benchmark("placement"),
     Benchmark("stream_fanout"),
     Benchmark("refusals"),
