@@ -19,7 +19,7 @@ import itertools
 from dataclasses import replace
 
 from bench import fleet
-from bench import options as flags
+from bench import options as shared
 from bench.contestants import VOCABULARY
 from bench.load import random_prompts
 from bench.results import Measurement
@@ -58,20 +58,20 @@ class OneStage:
 
 
 def main() -> None:
-    parser = flags.parser(__doc__, rounds=3, peers=False)
+    parser = shared.parser(__doc__, rounds=3, peers=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
-    results = flags.open_results("pipeline_stages", options)
+    results = shared.open_results("pipeline_stages", options)
     with contextlib.ExitStack() as stack:
 
         def started(*arguments: str) -> str:
             address = f"127.0.0.1:{free_port()}"
             port = address.rpartition(":")[2]
-            common = ("--port", port, "--model", options.model, "--device", "cpu")
-            common += ("--executor", "torch", "--dtype", "float32")
-            stack.enter_context(worker_process(address, *common, *arguments))
+            model = ("--model", options.model, "--device", "cpu", "--dtype", "float32")
+            flags = ("--port", port, *model, "--executor", "torch", *arguments)
+            stack.enter_context(worker_process(address, *flags))
             return address
 
         one = started("--threads", str(STAGES))
@@ -87,7 +87,8 @@ def main() -> None:
             return group if name == "stages, in turns" else OneStage(group)
 
         async def rate(name: str, rows: int, seed: int) -> float:
-            length, count = options.prompt_tokens, options.output_tokens
+            length: int = options.prompt_tokens
+            count: int = options.output_tokens
             async with fleet.running(worker(name)) as made:
                 await made.generate(random_prompts(rows, length, VOCABULARY, seed + 1), 4)
                 seconds = await made.generate(random_prompts(rows, length, VOCABULARY, seed), count)
