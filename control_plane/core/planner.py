@@ -29,7 +29,7 @@ from control_plane.core.plan import (
 from control_plane.core.room import can_start
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.suspicion import next_suspect
-from control_plane.core.turns import resting, without
+from control_plane.core.turns import MOST_PENDING, resting, without
 
 _MAX_MASK_BYTES = 4 * 1024 * 1024
 """Of one SamplePlan: the masks of some 200 rows of a large vocabulary."""
@@ -148,8 +148,8 @@ class _Planner:
         preemptions = self.ledger.counters.preemptions
         others = resting(self.ledger, self.step_id)
         self._schedule_running(others)
-        if others and not self.columns.rows:
-            self._schedule_running()  # those whose turn it was have no room
+        if others and not self.columns.rows:  # those whose turn it is have no room
+            self._schedule_running([each for each in others if each.pending >= MOST_PENDING])
         if self.ledger.counters.preemptions == preemptions:
             self._schedule_waiting(now)
 

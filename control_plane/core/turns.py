@@ -13,6 +13,7 @@ from operator import attrgetter
 from control_plane.core.ledger import Ledger
 from control_plane.core.sequence import Sequence
 
+MOST_PENDING = 2
 _last_step = attrgetter("last_step")
 
 
@@ -20,7 +21,8 @@ def resting(ledger: Ledger, step_id: int) -> Collection[Sequence]:
     """Who decodes and is not in step `step_id`, the next one.
 
     Those whose last step is the longest ago have their turn, no more of them than an equal part.
-    Somebody always has it, if anybody can go on.
+    Nobody is in more than MOST_PENDING steps at once: those behind the one at which a row ends are
+    for nothing, and hold up who comes next.
     """
     stage_count = ledger.config.pipeline_stage_count
     if stage_count == 1:
@@ -32,17 +34,15 @@ def resting(ledger: Ledger, step_id: int) -> Collection[Sequence]:
         and not sequence.held
         and sequence.computed + sequence.ahead < sequence.token_limit - 1
     ]
+    ready = [sequence for sequence in decoding if sequence.pending < MOST_PENDING]
+    if not ready:
+        return decoding
+    ready.sort(key=_last_step)  # among equals, the order stays
     part_count = min(stage_count, len(decoding))
-    if part_count <= 1:
-        return ()
-    decoding.sort(key=_last_step)  # among equals, the order stays
     size = -(-len(decoding) // part_count)
-    due = max(decoding[0].last_step, step_id - part_count)
-    return {
-        sequence
-        for index, sequence in enumerate(decoding)
-        if index >= size or sequence.last_step > due
-    }
+    due = max(ready[0].last_step, step_id - part_count)
+    turn = {sequence for sequence in ready[:size] if sequence.last_step <= due}
+    return {sequence for sequence in decoding if sequence not in turn}
 
 
 def without(

@@ -19,6 +19,7 @@ from control_plane.core.events import FinishReason, SequenceOutput
 from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult
 from control_plane.core.request import OutputKind, Request, Resumed, SequenceId
 from control_plane.core.scheduler import Scheduler
+from control_plane.core.turns import MOST_PENDING
 from tests.support.checking_worker import WEIGHTS, CheckingWorker, mask_of, next_allowed
 
 Pair = tuple[int, int]
@@ -142,6 +143,9 @@ class Harness:
         ready = set(ledger.ready)
         first = next((sequence for sequence in ledger.running if not sequence.held), None)
         fresh = first is not None and first.computed + first.ahead < first.token_limit - 1
+        stages = self.config.pipeline_stage_count
+        if stages > 1 and first is not None:
+            fresh &= first.pending < MOST_PENDING
         last_step = first.last_step if first is not None and first.caught_up else -math.inf
         message = self.scheduler.next_message(self.now)
         if message is None:
@@ -157,7 +161,6 @@ class Harness:
             assert not full and not ready
             assert message.scheduled.rows or message.removed_rows
             if first is not None and fresh and first.row not in message.scheduled.rows:
-                stages = self.config.pipeline_stage_count
                 assert message.step_id - last_step < 2 * stages - 1, "the first did not go on"
                 assert message.scheduled.rows, "nobody went on"
                 self.reached["turns of others"] += 1

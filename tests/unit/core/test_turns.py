@@ -146,6 +146,20 @@ def test_parts_are_equal_and_stay_so_while_rows_come_and_go(rows: int, stage_cou
     assert max(run.sizes) == -(-alive // min(stage_count, alive))
 
 
+@pytest.mark.parametrize("stage_count", [2, 3, 4, 8])
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_nobody_is_in_more_than_two_steps(rows: int, stage_count: int) -> None:
+    """What lies behind the step at which a row ends is for nothing, and holds up who comes next."""
+    scheduler = crowd(rows, stage_count, inflight=stage_count + 1)
+    scheduler.update(result(first := planned(scheduler), sampled(first)))
+    steps = 0
+    while (plan := scheduler.schedule(0.0)) is not None:
+        assert plan.scheduled.rows
+        steps += 1
+    assert steps == min(stage_count + 1, 2 * rows)
+    assert all(sequence.pending <= 2 for sequence in scheduler.ledger.running)
+
+
 def test_turns_go_around_however_late_plans_are_made() -> None:
     """Nobody starves where every answer is there before the next plan."""
     scheduler = crowd(5, 3, inflight=4)
