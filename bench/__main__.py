@@ -46,6 +46,7 @@ BENCHMARKS = (
     Benchmark("control_cost"),
     Benchmark("fleet_cost"),
     Benchmark("idle_fleet"),
+    Benchmark("pipeline_stages"),
     Benchmark("placement"),
     Benchmark("stream_fanout"),
     Benchmark("refusals"),

@@ -29,7 +29,7 @@ from control_plane.rpc.server import (
     ControlServer,
     inference_service,
 )
-from control_plane.rpc.workers import worker_at
+from control_plane.rpc.workers import place_at, worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.membership import Membership
@@ -210,6 +210,7 @@ async def _serve(
             config.replicas,
             _worker_lists(config),
             refresh_seconds=config.workers_refresh_seconds,
+            ask=lambda address: place_at(address, controller_id=controller_id),
         )
         text = text_processor(config, text_model)
         stack.callback(text.close)

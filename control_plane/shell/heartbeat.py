@@ -74,9 +74,9 @@ class Heartbeat:
         # Nothing is overdue within a second, and to ask for the limit costs more.
         return waited > _SUSPICIOUS_PART and waited > _SUSPICIOUS_PART * self._progress.limit()
 
-    def attached(self, *, same_life: bool) -> None:
+    def attached(self, *, same_life: bool, stage_count: int) -> None:
         """A claim begins. Of another life of the worker nothing is known."""
-        self._progress.attached(same_life=same_life)
+        self._progress.attached(same_life=same_life, stage_count=stage_count)
 
     def sends(self, message: Message) -> None:
         """A message goes to the worker now."""

@@ -264,7 +264,7 @@ class Replica:
         self._claim.attached(self._clock())
         info = attachment.info
         same_life = last is not None and last.info.incarnation_id == info.incarnation_id
-        self._heartbeat.attached(same_life=same_life)
+        self._heartbeat.attached(same_life=same_life, stage_count=info.ranks.pipeline[1])
         self.life.worker_id, self.life.is_replaced = info.worker_id, False
         self.life.note(self.state, "its worker was claimed")
         self._metrics.worker_attached(
