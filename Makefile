@@ -34,6 +34,9 @@ NEWEST_TESTS := tests/contract tests/integration/test_worker_process.py \
 # What starts planes, or takes long, is elsewhere or marked slow; of large matrices a part is run.
 QUICK_TESTS := tests/unit tests/property tests/simulation tests/contract
 QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu' --durations=8
+# A process for each core, of files rather than tests: what a module's tests share is made once.
+# ARGS=-n0 runs them in one, as a debugger needs.
+SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation simulate chaos firstday restarts
@@ -113,8 +116,10 @@ firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an instal
 restarts: $(STUBS)  ## kill the control plane 50 times under 16 resuming clients: 4 minutes
 	$(BIN)/python -m tests.restarts $(ARGS)
 
+# Side by side, torch's threads sleep while they wait for each other: spinning takes a neighbour's core.
+check: export OMP_WAIT_POLICY := passive
 check: lint  ## what to run before a commit: static checks and the quick tests
-	$(BIN)/python -m pytest $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(QUICK_FLAGS) $(QUICK_TESTS) $(ARGS)
 
 lint: $(STUBS) breaking  ## format, style, types, import contracts, protos
 	$(BIN)/ruff format --check .

@@ -45,6 +45,8 @@ BENCHMARKS = (
     Benchmark("scheduler_cost", has_peers=True),
     Benchmark("control_cost"),
     Benchmark("fleet_cost"),
+    Benchmark("idle_fleet"),
+    Benchmark("pipeline_stages"),
     Benchmark("placement"),
     Benchmark("stream_fanout"),
     Benchmark("refusals"),

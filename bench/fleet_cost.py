@@ -2,8 +2,9 @@
 
 As bench/control_cost.py: the real fleet, cores and message conversion, workers that answer at once,
 and a client for each stream, all in one process and loop. Processor time is counted from when all
-rows of all replicas decode, and divided by the steps of all replicas. One replica is the peer: what
-a step costs must not depend on how many others there are.
+rows of all replicas decode, and divided by the steps of all replicas. The garbage collector is set
+as the control plane sets it. One replica is the peer: what a step costs must not depend on how many
+others there are.
 
     python -m bench.fleet_cost [--replicas 1 8 32] [--rows 32] [--steps 150]
 """
@@ -21,6 +22,7 @@ from control_plane.core.plan import StepPlan
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.replica import ReplicaSettings
+from twinplane.process.garbage import settle_collector
 
 CONTEXT = 128
 MOST_OF_ONE = 1.2
@@ -87,7 +89,7 @@ def main() -> None:
     options = parser.parse_args()
     results = flags.open_results("fleet_cost", options)
     gc.collect()
-    gc.freeze()
+    settle_collector()
     samples: dict[int, list[float]] = {replicas: [] for replicas in options.replicas}
     for _ in range(options.rounds):
         for replicas, taken in samples.items():

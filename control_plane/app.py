@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import random
@@ -30,7 +29,7 @@ from control_plane.rpc.server import (
     ControlServer,
     inference_service,
 )
-from control_plane.rpc.workers import worker_at
+from control_plane.rpc.workers import place_at, worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.membership import Membership
@@ -53,6 +52,7 @@ from twinplane.metrics.server import CannotServeMetrics, MetricsServer
 from twinplane.models import ModelError, default_sampling, resolve
 from twinplane.paths import as_text
 from twinplane.process.event_loop import new_event_loop
+from twinplane.process.garbage import settle_collector
 from twinplane.process.logs import dropped_record_count, fields
 from twinplane.process.stop_signals import StopEvents, StopSignals
 from twinplane.settings.control import ControlConfig
@@ -210,6 +210,7 @@ async def _serve(
             config.replicas,
             _worker_lists(config),
             refresh_seconds=config.workers_refresh_seconds,
+            ask=lambda address: place_at(address, controller_id=controller_id),
         )
         text = text_processor(config, text_model)
         stack.callback(text.close)
@@ -252,8 +253,7 @@ async def _serve(
         )
         following = asyncio.create_task(membership.run())
         stack.push_async_callback(_cancelled, following)
-        # What is loaded now stays, so the collector need not walk it again in the middle of a step.
-        gc.freeze()
+        settle_collector()
         code = await run_until_stopped(
             fleet, servicer.finished, signals, config.drain_grace_seconds
         )

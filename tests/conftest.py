@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.support.planes import Planes, running_planes
-from tests.support.quick import QUICK
+from tests.support.quick import QUICK, UNSHRUNK
 from tests.support.tiny_model import write_tiny_model
 
 settings.register_profile(QUICK)
+settings.register_profile(UNSHRUNK, phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="session")

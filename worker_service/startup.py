@@ -234,6 +234,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
             f"but {config.simulate_block_count} blocks hold {capacity} "
             "tokens: raise --simulate-block-count"
         )
+    ranks = _ranks(config)
     limits = Limits(
         max_sequence_count=_or_else(config.max_num_seqs, lambda: DEFAULT_ROWS["cuda"]),
         max_step_token_count=_or_else(
@@ -241,6 +242,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         ),
         max_sequence_token_count=length,
         max_prompt_token_count=length,
+        max_inflight_step_count=ranks.inflight_step_count,
     )
     host = this_machine()
     require_rows(bytes_of_rows(limits, config.block_size), host)
@@ -250,7 +252,6 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         host,
         "give less by --simulate-block-count or --block-size",
     )
-    ranks = _ranks(config)
     address = f"{rendezvous_host(config, os.environ)}:{config.rendezvous_port or _NOBODYS_PORT}"
     model = SimulatedModel(
         name=_model_name(config),

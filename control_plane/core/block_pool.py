@@ -19,15 +19,19 @@ class BlockPool:
 
     def __init__(self, block_count: int, cache: PrefixCache) -> None:
         self._cache = cache
-        self._references = [0] * block_count
-        self._blank = [BlockId(block) for block in range(block_count - 1, NULL_BLOCK, -1)]
+        self._block_count = block_count
+        self._references = [0]
+        """By block, of all that were ever handed out, and the null block."""
+        self._blank: list[BlockId] = []
+        """Without those that were never handed out: a large pool that is little used costs little.
+        They are the blocks behind `_references`."""
         self._idle: OrderedDict[BlockId, None] = OrderedDict()
         """Least recently used first."""
 
     @property
     def free_count(self) -> int:
         """Blocks that can be handed out, idle ones included."""
-        return len(self._blank) + len(self._idle)
+        return self._block_count - len(self._references) + len(self._blank) + len(self._idle)
 
     @property
     def idle_count(self) -> int:
@@ -35,7 +39,7 @@ class BlockPool:
 
     @property
     def referenced_count(self) -> int:
-        return len(self._references) - 1 - self.free_count
+        return self._block_count - 1 - self.free_count
 
     def allocate(self, count: int) -> list[BlockId]:
         """New blocks, one reference each: blank ones first, then the least recently used idle.
@@ -47,6 +51,9 @@ class BlockPool:
         for _ in range(count):
             if self._blank:
                 block = self._blank.pop()
+            elif len(self._references) < self._block_count:
+                block = BlockId(len(self._references))
+                self._references.append(0)
             else:
                 block, _ = self._idle.popitem(last=False)
                 self._cache.forget(block)

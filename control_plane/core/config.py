@@ -10,8 +10,9 @@ class SchedulerConfig:
     """What one worker can hold and how it is shared.
 
     `block_count` includes the null block, which is never handed out. `max_inflight_step_count` is
-    how many plans may be ahead of their results; 1 is plain synchronous scheduling. A request that
-    has waited for `ageing_seconds` is worth one priority level more. A decoding row verifies up to
+    how many plans may be ahead of their results; 1 is plain synchronous scheduling. A worker
+    with `pipeline_stage_count` stages works on as many steps at once. A request that has waited for
+    `ageing_seconds` is worth one priority level more. A decoding row verifies up to
     `max_draft_token_count` drafts of the worker's own drafter in a step; 0: there is none. A plan
     adds sequences of `max_added_token_count` tokens in all, or one longer one: that bounds its
     message, and how long both planes' loops are busy with it.
@@ -28,6 +29,7 @@ class SchedulerConfig:
     block_size: int
     max_waiting_count: int = 1024
     max_inflight_step_count: int = 2
+    pipeline_stage_count: int = 1
     enable_prefix_caching: bool = True
     ageing_seconds: float = 10.0
     max_draft_token_count: int = 0
@@ -42,6 +44,7 @@ class SchedulerConfig:
             ("block_size", self.block_size, 1),
             ("max_waiting_count", self.max_waiting_count, 1),
             ("max_inflight_step_count", self.max_inflight_step_count, 1),
+            ("pipeline_stage_count", self.pipeline_stage_count, 1),
             ("max_draft_token_count", self.max_draft_token_count, 0),
             ("max_added_token_count", self.max_added_token_count, 1),
         )

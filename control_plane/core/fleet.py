@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
-from control_plane.core import placement, room, succession
+from control_plane.core import placement, room, succession, suspicion
 from control_plane.core.placement import Leads, Load
 from control_plane.core.plan import BlockId
 from control_plane.core.request import Origin, Request, SequenceId
@@ -127,7 +127,7 @@ class Member:
         return Load(
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
-            starts=self.has_place_for(token_count, hits),
+            starts=self.has_place_for(token_count, hits) and not suspicion.is_doubtful(ledger),
             backlog_token_count=room.backlog_token_count(ledger),
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
@@ -226,7 +226,7 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
         return None
     best: tuple[Sequence, Member] | None = None
     for member in queued:
-        if member is idle or not member.core.ledger.waiting:
+        if member is idle:
             continue
         first = _first_to_go(member, idle, may_cross=may_cross)
         if first is not None and (best is None or first.rank < best[0].rank):

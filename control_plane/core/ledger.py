@@ -76,6 +76,10 @@ class Ledger:
         """Live ones that go on over KV of other weights, or whose last tokens came of that."""
         self.is_closing = False
         """Nobody begins any more: whoever has not waits for other weights."""
+        self.fruitless_ends = 0
+        """Claims that ended over what ran, since the last token before the latest."""
+        self.tokens_at_end = 0
+        """`counters.generated_tokens` at the latest of these ends."""
         self.counters = Counters()
         self.story = Story()
         self.attach(config, epoch, weight_version, keep_kv=False)

@@ -21,7 +21,8 @@ class Load:
     """How full a replica is, as one request sees it. `replica` is its number.
 
     `attached`: its worker is there and gives signs of life. `starts`: a row and blocks are free for
-    the request, behind those that wait there. `backlog_token_count` are the tokens of prompts
+    the request, behind those that wait there, and its last claims did not end without a token.
+    `backlog_token_count` are the tokens of prompts
     that are still to be computed there, of waiting and of running sequences. `running`: how many
     run. `free_kv_tokens` counts the slots that can be handed out, cached ones included.
     `cached_token_count`: how many leading tokens of the request's prompt its prefix cache has.

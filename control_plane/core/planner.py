@@ -14,6 +14,8 @@ knows how many drafts they accepted (docs/adr/0009).
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from control_plane.core.ledger import InflightMessage, Ledger
 from control_plane.core.plan import (
     AddedSequence,
@@ -27,6 +29,7 @@ from control_plane.core.plan import (
 from control_plane.core.room import can_start
 from control_plane.core.sequence import Sequence, SequenceState
 from control_plane.core.suspicion import next_suspect
+from control_plane.core.turns import MOST_PENDING, resting, without
 
 _MAX_MASK_BYTES = 4 * 1024 * 1024
 """Of one SamplePlan: the masks of some 200 rows of a large vocabulary."""
@@ -143,7 +146,10 @@ class _Planner:
     def fill(self, now: float) -> None:
         """Schedules who runs, and who waits unless room had to be made."""
         preemptions = self.ledger.counters.preemptions
-        self._schedule_running()
+        others = resting(self.ledger, self.step_id)
+        self._schedule_running(others)
+        if others and not self.columns.rows:  # those whose turn it is have no room
+            self._schedule_running([each for each in others if each.pending >= MOST_PENDING])
         if self.ledger.counters.preemptions == preemptions:
             self._schedule_waiting(now)
 
@@ -182,8 +188,8 @@ class _Planner:
             scheduled=self.columns,
         )
 
-    def _schedule_running(self) -> None:
-        """One token for whoever has caught up, a chunk for whoever has not.
+    def _schedule_running(self, others: Collection[Sequence] = ()) -> None:
+        """One token for whoever has caught up and is none of `others`, a chunk for whoever has not.
 
         This loop runs for every row in every step: it is long so that it is flat. What it does to a
         steady sequence is what `_schedule_last` does, where there are neither drafts nor holds.
@@ -198,7 +204,7 @@ class _Planner:
         add_appended_count = columns.appended_block_counts.append
         add_sampled, add_sampled_row = self.sampled.append, self.sampled_rows.append
         # Preemption shortens the list from its end while we walk it, never up to where we are.
-        for index, sequence in enumerate(running):
+        for index, sequence in without(others, running):
             if budget <= 0:
                 break
             if not sequence.steady:

@@ -100,8 +100,9 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._open: deque[Message] = deque()
-        """What is not answered yet."""
+        self._open: deque[tuple[Message, float]] = deque()
+        """What is not answered yet, and when it was sent."""
+        self._stage_count = 1
         self._began = 0.0
         """When the oldest of them began, as far as is known: everything before it was answered."""
         self._seen: dict[tuple[int, int, int], tuple[Work, float]] = {}
@@ -110,8 +111,11 @@ class Progress:
         self._answer_count = 0
         """In this life of the worker."""
 
-    def attached(self, *, same_life: bool) -> None:
-        """A claim begins, with nothing in flight. Another life of the worker is not known yet."""
+    def attached(self, *, same_life: bool, stage_count: int = 1) -> None:
+        """A claim begins, with nothing in flight. Another life of the worker is not known yet. It
+        works on `stage_count` messages at once, as the stages of a pipeline do.
+        """
+        self._stage_count = stage_count
         if self._open and not self._seen:
             self._factor = min(self._factor * 2, LONGEST_FACTOR)
         if not same_life:
@@ -120,16 +124,18 @@ class Progress:
         self._open.clear()
 
     def sent(self, message: Message, now: float) -> None:
-        """A message goes to the worker, which executes messages one after another."""
+        """A message goes to the worker, which answers messages one after another."""
         if not self._open:
             self._began = now
-        self._open.append(message)
+        self._open.append((message, now))
 
     def answered(self, now: float, executed_seconds: float = 0.0) -> None:
         """The oldest message was answered; by the worker's own clock it took so long."""
         if not self._open:
             return  # somebody else will find out that there was nothing to answer
-        message, seconds = self._open.popleft(), max(now - self._began, executed_seconds)
+        (message, sent), seconds = self._open.popleft(), max(now - self._began, executed_seconds)
+        if self._stage_count > 1:  # what it took by itself, while answers came more often than that
+            seconds = max(seconds, min(now - sent, seconds * self._stage_count))
         self._answer_count += 1
         if (
             seconds > _QUICK_SECONDS
@@ -152,7 +158,7 @@ class Progress:
         """How long the oldest message may take; infinite when there is none."""
         if not self._open:
             return math.inf
-        work = work_of(self._open[0])
+        work = work_of(self._open[0][0])
         seconds = min(self._bounds(work), default=math.inf)
         if seconds == math.inf:
             return (FIRST_SECONDS + FIRST_SECONDS_OF_TOKEN * work.token_count) * self._factor

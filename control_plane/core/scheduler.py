@@ -124,7 +124,8 @@ class Scheduler:
         """The next step, to be sent before the next call. None: nothing to do, or too many ahead.
 
         Whenever nothing is in flight and a sequence is live that is not held, there is a plan with
-        rows to run: the first such sequence by rank can always go on. While all that live are held,
+        rows to run: the first such sequence by rank can always go on. (Where rows take turns, see
+        turns.py, it does so when those whose turn it is can't.) While all that live are held,
         there is nothing to plan until `sample` is called for one of them. With no sequence left, a
         last plan gives back the rows.
         """

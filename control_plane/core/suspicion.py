@@ -28,6 +28,8 @@ _APPEALS = 2
 """In a row, after which it looks as if the worker were to blame."""
 SUSPECT_STRIKES = 2
 """With fewer, a sequence was in the wrong company, or the network broke."""
+_FRUITLESS_ENDS = 2
+"""In a row, after which others are the better place for a new request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ def judge(
     accused = _live(named or members)
     if is_certain:
         return Judgement([_convict(ledger, own, accusation.detail) for own, _ in accused])
+    if members:
+        _count_end(ledger)
     outputs = []
     for sequence, reached in accused:
         if reached > sequence.strike_mark:
@@ -100,6 +104,25 @@ def judge(
             sequence.appeals = True
     has_appeals = any(sequence.appeals for sequence in ledger.suspects.values())
     return Judgement(outputs, worker_is_broken, has_appeals)
+
+
+def is_doubtful(ledger: Ledger) -> bool:
+    """Whether the last claims ended over what ran, and nobody has got a token since the first.
+
+    Whoever is to blame, an empty replica of this kind only looks idle.
+    """
+    return (
+        ledger.fruitless_ends >= _FRUITLESS_ENDS
+        and ledger.counters.generated_tokens == ledger.tokens_at_end
+    )
+
+
+def _count_end(ledger: Ledger) -> None:
+    """A claim has ended while somebody ran."""
+    if ledger.counters.generated_tokens != ledger.tokens_at_end:
+        ledger.fruitless_ends = 0
+    ledger.fruitless_ends += 1
+    ledger.tokens_at_end = ledger.counters.generated_tokens
 
 
 def meet(ledger: Ledger, sequence: Sequence) -> None:

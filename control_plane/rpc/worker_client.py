@@ -105,7 +105,8 @@ class GrpcWorker:
             if info.rank_count > 1:
                 raise WorkerUnusable(
                     f"{self.address} is one of {info.rank_count} ranks, which must execute each "
-                    "plan together: list the addresses of all as one worker, separated by commas"
+                    "plan together: list the addresses of all as one worker, separated by commas, "
+                    "or all of them in one list"
                 )
             if admit is not None:
                 admit(info)

@@ -10,9 +10,17 @@ import secrets
 from control_plane.core.plan import Message
 from control_plane.rpc import convert
 from control_plane.rpc.worker_client import GrpcWorker
-from control_plane.shell.ports import Worker
+from control_plane.shell.ports import (
+    RankCoordinates,
+    Worker,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnusable,
+)
 from control_plane.shell.rank_group import RankGroupWorker
 from twinplane.worker.v1 import model_runner_pb2
+
+_SOON_SECONDS = 2.0
 
 
 def worker_at(addresses: str, *, controller_id: str) -> Worker:
@@ -23,6 +31,17 @@ def worker_at(addresses: str, *, controller_id: str) -> Worker:
     encode = _EncodedOnce()
     ranks = [GrpcWorker(one, controller_id=controller_id, encode=encode) for one in each]
     return RankGroupWorker(ranks, new_key=lambda: secrets.token_hex(16))
+
+
+async def place_at(address: str, *, controller_id: str) -> RankCoordinates | None:
+    """The place among ranks that the worker at an address tells; None: it does not answer soon."""
+    worker = GrpcWorker(address, controller_id=controller_id, attach_timeout=_SOON_SECONDS)
+    try:
+        return (await worker.look()).ranks
+    except (WorkerLost, WorkerRefused, WorkerUnusable):
+        return None  # whoever claims it says why
+    finally:
+        await worker.detach()
 
 
 class _EncodedOnce:

@@ -95,9 +95,15 @@ def log_end(
     }
     if isinstance(error, ResultMismatch):
         details["story"] = "; ".join(error.story)
-    contested = end.kind is EndKind.CONTESTED
+    match end.kind:
+        case EndKind.CONTESTED:
+            message = "another controller claimed the worker"
+        case EndKind.LOADING:  # as every worker does that starts: nothing is amiss
+            message = "the worker loads its model"
+        case _:
+            message = "no worker"
     _logger.log(
         logging.WARNING if verdict.loudness is Loudness.WARNING else logging.INFO,
-        "another controller claimed the worker" if contested else "no worker",
+        message,
         extra=fields(**details),
     )

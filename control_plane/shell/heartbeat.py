@@ -10,7 +10,7 @@ a step takes too long is core/progress.py's to say.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from control_plane.core.plan import Message, StepResult
@@ -43,13 +43,22 @@ _TINY = 1e-3
 class Heartbeat:
     """Watches one worker, claim after claim.
 
-    `limit`: seconds without a sign of life that are too many.
+    `limit`: seconds without a sign of life that are too many. `on_doubt` is called when the
+    worker becomes suspicious, and when it no longer is; not when the watching ends.
     """
 
-    def __init__(self, worker: Worker, limit: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        limit: float,
+        clock: Clock,
+        on_doubt: Callable[[], None] = lambda: None,
+    ) -> None:
         self._worker = worker
         self._limit = limit
         self._clock = clock
+        self._on_doubt = on_doubt
+        self._has_doubts = False
         self._progress = Progress()
         self._has_heard = False
         self._silent_looks = 0
@@ -65,9 +74,9 @@ class Heartbeat:
         # Nothing is overdue within a second, and to ask for the limit costs more.
         return waited > _SUSPICIOUS_PART and waited > _SUSPICIOUS_PART * self._progress.limit()
 
-    def attached(self, *, same_life: bool) -> None:
+    def attached(self, *, same_life: bool, stage_count: int) -> None:
         """A claim begins. Of another life of the worker nothing is known."""
-        self._progress.attached(same_life=same_life)
+        self._progress.attached(same_life=same_life, stage_count=stage_count)
 
     def sends(self, message: Message) -> None:
         """A message goes to the worker now."""
@@ -93,6 +102,7 @@ class Heartbeat:
             watching.cancel()
             await asyncio.wait((working, watching))
             self._silent_looks = 0
+            self._has_doubts = False
 
     async def _watch(self) -> WorkerLost:
         """Returns once the worker has been silent for too long, a fifth of that late at most, or
@@ -114,6 +124,9 @@ class Heartbeat:
                     self._calm_looks -= 1
                     self._has_heard = True
                 self._silent_looks = 0 if self._has_heard else self._silent_looks + 1
+                if self.is_suspicious is not self._has_doubts:
+                    self._has_doubts = not self._has_doubts
+                    self._on_doubt()
                 if self._silent_looks and ping is None:
                     ping = asyncio.create_task(self._ping())
             return WorkerSilent(self._limit)

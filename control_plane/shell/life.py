@@ -60,6 +60,13 @@ class Life:
             ),
         )
 
+    def looked_at(self, state: MemberState) -> None:
+        """Its worker has become suspicious, or no longer is. One that leaves stays DRAINING."""
+        if state is MemberState.SUSPECT:
+            self.note(state, "it is silent, or late with a step")
+        elif state is MemberState.ATTACHED:
+            self.note(state, "it goes on")
+
     def replaced(self, by: int, *, is_attached: bool) -> None:
         """Its worker came back as replica `by`: if it still has a claim, that ends."""
         self.is_replaced = True

@@ -50,6 +50,11 @@ def _smallest_limits(
     settings: SchedulingSettings, info: WorkerInfo, pool: MemoryPool
 ) -> SchedulerConfig:
     pool_token_count = (pool.block_count - 1) * pool.block_size
+    stage_count = info.ranks.pipeline[1]
+    # One step more than there are stages, so that the first stage has the next one at hand.
+    inflight_count = min(
+        stage_count + 1 if settings.async_scheduling else 1, info.max_inflight_step_count
+    )
     bytes_per_token = _varint_bytes(info.vocabulary_size)
     bytes_per_token += -(-_varint_bytes(pool.block_count) // max(pool.block_size, 1))
     return SchedulerConfig(
@@ -66,9 +71,8 @@ def _smallest_limits(
         block_count=pool.block_count,
         block_size=pool.block_size,
         max_waiting_count=settings.max_waiting_count,
-        max_inflight_step_count=min(
-            2 if settings.async_scheduling else 1, info.max_inflight_step_count
-        ),
+        max_inflight_step_count=inflight_count,
+        pipeline_stage_count=min(stage_count, inflight_count),
         enable_prefix_caching=settings.enable_prefix_caching,
         ageing_seconds=settings.ageing_seconds,
     )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from control_plane.shell.grouping import Ask, Grouped, Grouping
 from control_plane.shell.ports import Worker
 from control_plane.shell.replica import Replica
 from control_plane.shell.worker_lists import MAX_REPLICAS, ListUnusable, WorkerList
@@ -70,7 +71,8 @@ class Membership:
     """Keeps a fleet's replicas equal to what settings and lists name. Owned by one task, `run`.
 
     `named` are there for ever. `worker_at` makes the port of an address. `refresh_seconds` pass
-    between two looks at a list.
+    between two looks at a list. Workers that are listed one by one are asked by `ask` whether they
+    are ranks, and those of a replica join together; without it, each is what its line says.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Membership:
         lists: Sequence[WorkerList] = (),
         *,
         refresh_seconds: float = 5.0,
+        ask: Ask | None = None,
     ) -> None:
         self._members = members
         self._worker_at = worker_at
@@ -89,6 +92,9 @@ class Membership:
         self._refresh_seconds = refresh_seconds
         self._listed: dict[str, tuple[str, ...]] = {}
         """By the name of a list, what it named at the last look that succeeded."""
+        self._groupings = {} if ask is None else {one.name: Grouping(ask) for one in lists}
+        self._waiting: dict[str, Grouped] = {}
+        """By the name of a list, the ranks that wait for others, as they were told last."""
         self._troubles: dict[str, str] = {}
         """By the name of a list, why the last look at it failed."""
         self._present: dict[str, Replica] = {}
@@ -114,7 +120,7 @@ class Membership:
     async def look(self, one: WorkerList) -> None:
         """Looks at a list once, and makes the fleet as it says. What is wrong with it is told."""
         try:
-            found = await one.read()
+            found = await self._grouped(one.name, await one.read())
         except ListUnusable as error:
             self._tell_trouble(one.name, str(error))
             return
@@ -127,6 +133,24 @@ class Membership:
         if found != self._listed.get(one.name):
             self._listed[one.name] = found
             self._reconcile()
+
+    async def _grouped(self, name: str, listed: tuple[str, ...]) -> tuple[str, ...]:
+        """The replicas that a list means. Who waits for others of its replica is told once."""
+        grouping = self._groupings.get(name)
+        if grouping is None:
+            return listed
+        serving = [one for one, replica in self._present.items() if replica.attached]
+        found = await grouping.of(listed, serving, list(self._present))
+        told = replace(found, replicas=())
+        if told.waiting and told != self._waiting.get(name):
+            _logger.warning(
+                "ranks wait for others of their replica",
+                extra=fields(
+                    source=name, waiting=" ".join(told.waiting), missing=", ".join(told.missing)
+                ),
+            )
+        self._waiting[name] = told
+        return found.replicas
 
     def _tell_trouble(self, name: str, trouble: str) -> None:
         """Logs each trouble once, until it changes."""

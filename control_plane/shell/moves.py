@@ -53,9 +53,8 @@ class Mover:
 
     def stop(self) -> None:
         """No timer will fire any more."""
-        for grace in self._graces.values():
-            grace.cancel()
-        self._graces.clear()
+        while self._graces:
+            self._graces.popitem()[1].cancel()
 
     def changed(self, replica: Replica) -> None:
         """A replica's worker was attached or lost.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Protocol, TypeVar
 
 from control_plane.core.plan import StepResult
@@ -16,6 +17,9 @@ from control_plane.shell.ports import (
 )
 
 T = TypeVar("T")
+
+_MAX_TOLD = 8
+"""Missing ranks that are named: a worker may say that there are any number."""
 
 
 class RanksDiverged(WorkerUnusable):
@@ -106,12 +110,13 @@ def seated(seats: Iterable[Seat]) -> list[Seat]:
                 "rank of a replica has a place of its own, see --rank"
             )
     tensor_size, pipeline_size = seats[0].info.ranks.tensor[1], seats[0].info.ranks.pipeline[1]
-    missing = [
+    absent = (
         f"tensor rank {tensor}, pipeline rank {stage}"
         for stage in range(pipeline_size)
         for tensor in range(tensor_size)
         if (stage, tensor) not in by_place
-    ]
+    )
+    missing = list(islice(absent, _MAX_TOLD))
     if missing:
         there = ", ".join(map(str, seats))
         raise WorkerUnusable(

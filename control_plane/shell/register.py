@@ -93,10 +93,6 @@ class SequenceRegister:
             self._forget(sequence_id, finish, self._clock())
         return bool(sequence_ids)
 
-    def replica_of(self, request_id: RequestId) -> Replica:
-        """Where a request that is not over runs, or waits."""
-        return self._sequences[self.requests[request_id][0]].replica
-
     def moved(self, sequence_id: SequenceId, target: Replica) -> None:
         """A sequence is at another replica now."""
         self._sequences[sequence_id].replica = target

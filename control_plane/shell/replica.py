@@ -122,7 +122,9 @@ class Replica:
         self._listener = listener
         self._served_weights = served_weights or ServedWeights()
         self._claim = Claim(settings.claim, jitter)
-        self._heartbeat = Heartbeat(worker, settings.claim.silence_limit, clock)
+        self._heartbeat = Heartbeat(
+            worker, settings.claim.silence_limit, clock, lambda: self.life.looked_at(self.state)
+        )
         self._pipeline = Pipeline(
             number,
             worker,
@@ -262,16 +264,16 @@ class Replica:
         admit = partial(self._listener.admit, self)
         try:
             attachment = await self._in_patience(self._worker.attach(admit=admit))
+            resumed, last = self._core is not None, self.serving.attachment
+            kv_kept = self._adopt(attachment)
         finally:
             self.life.claiming = ""
-        resumed, last = self._core is not None, self.serving.attachment
-        kv_kept = self._adopt(attachment)
         assert self.serving.capacity is not None
         self._claim.attached(self._clock())
         self.weights.attached()
         info = attachment.info
         same_life = last is not None and last.info.incarnation_id == info.incarnation_id
-        self._heartbeat.attached(same_life=same_life)
+        self._heartbeat.attached(same_life=same_life, stage_count=info.ranks.pipeline[1])
         self.life.worker_id, self.life.is_replaced = info.worker_id, False
         self.life.note(self.state, "its worker was claimed")
         self._metrics.worker_attached(

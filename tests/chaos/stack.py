@@ -25,6 +25,7 @@ from control_plane.shell.replica import ReplicaSettings
 from control_plane.text.model_files import load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from control_plane.text.template_pool import TemplatePool
+from tests.simulation.rig import number_of
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.inference.v1 import inference_pb2_grpc
 
@@ -93,8 +94,7 @@ class Stack:
     def victims(self, number: int) -> set[str]:
         """The ids of the requests that are with a replica."""
         requests = self.fleet.register.requests
-        replica_of = self.fleet.register.replica_of
-        return {str(name) for name in requests if replica_of(name).number == number}
+        return {str(name) for name in requests if number_of(self.fleet, name) == number}
 
 
 def task_count_of_control_plane() -> int:

@@ -126,8 +126,8 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-nobody",
         "fleet.py",
-        "if member is idle or not member.core.ledger.waiting:",
-        "if member is idle:",
+        "        return not waiting or (\n",
+        "        return (\n",
     ),
     Mutant(
         "goes-where-it-is-cut",
@@ -173,7 +173,7 @@ FLEET_MUTANTS = (
         "grace-for-ever", "moves.py", "_GRACE_SECONDS = 0.25", "_GRACE_SECONDS = 250.0", "shell"
     ),
     Mutant("no-grace", "moves.py", "_GRACE_SECONDS = 0.25", "_GRACE_SECONDS = 0.0", "shell"),
-    Mutant("timers-outlive-the-fleet", "moves.py", "        self._graces.clear()\n", "", "shell"),
+    Mutant("timers-outlive-the-fleet", "moves.py", ".popitem()[1].cancel()", ".popitem()", "shell"),
     Mutant(
         "attached-and-still-evacuated",
         "moves.py",
@@ -227,7 +227,7 @@ FLEET_MUTANTS = (
         "same-process-twice",
         "roster.py",
         "if here == info.incarnation_id:",
-        "if not known:",
+        "if here == info.worker_id:",
         "shell",
     ),
     Mutant(

@@ -170,6 +170,24 @@ MUTANTS = (
         "removed_rows, ledger.released_rows = ledger.released_rows, []",
         "removed_rows = []",
     ),
+    Mutant(
+        "turns-by-rank-alone",
+        "turns.py",
+        "    ready.sort(key=_last_step)  # among equals, the order stays\n",
+        "",
+    ),
+    Mutant(
+        "turn-without-room",
+        "planner.py",
+        "        if others and not self.columns.rows:  # those whose turn it is have no room\n",
+        "        if False:\n",
+    ),
+    Mutant(
+        "turns-however-far-ahead",
+        "turns.py",
+        "sequence for sequence in decoding if sequence.pending < MOST_PENDING",
+        "sequence for sequence in decoding",
+    ),
     # What results do.
     Mutant(
         "end-one-late",

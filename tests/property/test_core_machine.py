@@ -46,6 +46,7 @@ def config_of(  # a pool that holds one sequence of the greatest length and litt
     ahead: int,
     caching: bool,
     drafts: int = 0,
+    stages: int = 1,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         max_sequence_count=rows,
@@ -55,6 +56,7 @@ def config_of(  # a pool that holds one sequence of the greatest length and litt
         block_size=size,
         max_waiting_count=8,
         max_inflight_step_count=ahead,
+        pipeline_stage_count=stages,
         enable_prefix_caching=caching,
         ageing_seconds=2.0,
         max_draft_token_count=drafts,
@@ -68,9 +70,10 @@ configs = st.builds(
     spare=st.integers(0, 4),
     rows=st.integers(1, 4),
     budget=st.one_of(st.integers(1, 6), st.integers(7, 40)),
-    ahead=st.integers(1, 3),
+    ahead=st.integers(1, 6),
     caching=st.booleans(),
     drafts=st.integers(0, 3),
+    stages=st.sampled_from((1, 1, 2, 3, 5)),
 )
 # Few distinct prompts, so that prefixes meet.
 BASES = ((0,), (1, 2), (3, 4, 5))
@@ -247,6 +250,11 @@ def run_crowd(seed: int) -> Harness:
         caching=chance.random() < 0.7,
         drafts=chance.choice([0, 0, 1, 3]),
     )
+    stages = seed % 4 + 1 if seed % 3 == 0 else 1
+    ahead = config.max_inflight_step_count
+    config = replace(
+        config, pipeline_stage_count=stages, max_inflight_step_count=ahead + stages - 1
+    )
     harness = Harness(replace(config, max_waiting_count=100))
     for number in range(25):
         make, pair = ask_of(
@@ -313,5 +321,6 @@ def test_the_crowds_reach_what_they_should() -> None:
         "several weights",
         "tokens of kept KV",
         *(f"switched: {policy.value}" for policy in InFlightPolicy if policy is not FINISH),
+        "turns of others",
     ):
         assert reached[state] > 5, f"{state}: {reached[state]} times"

@@ -23,7 +23,7 @@ from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from tests.simulation.fake_worker import Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
-from tests.simulation.rig import Answer, Rig, request, running
+from tests.simulation.rig import Answer, Rig, number_of, request, running
 from tests.simulation.virtual_time import VirtualLoop
 from tests.support.quick import examples
 
@@ -189,8 +189,8 @@ class FleetMachine(RuleBasedStateMachine):
             held += [(number, names[sequence_id]) for sequence_id in core.ledger.sequences]
         assert sorted(name for _, name in held) == sorted(live), "lost, or in two places"
         for name in live:
-            replica = self.rig.fleet.register.replica_of(RequestId(name))
-            assert (replica.number, name) in held, "the register names another place"
+            number = number_of(self.rig.fleet, RequestId(name))
+            assert (number, name) in held, "the register names another place"
 
     @invariant()
     def nobody_gets_a_wrong_token(self) -> None:
@@ -221,6 +221,7 @@ class FleetMachine(RuleBasedStateMachine):
             if hasattr(self, "rig") and not self.session.done():
                 self._settle()
                 self._check_ends()
+                assert not self.loop.failures
         finally:
             self.over.set()
             if hasattr(self, "session") and not self.session.done():

@@ -17,7 +17,7 @@ from control_plane.core import invariants
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import FinishReason
 from control_plane.core.exchange import Exchange
-from control_plane.core.fleet import Member, MemberState, evacuation, places
+from control_plane.core.fleet import Member, MemberState, evacuation, places, relief
 from control_plane.core.placement import Leads
 from control_plane.core.plan import StepPlan
 from control_plane.core.request import (
@@ -87,6 +87,9 @@ class PlacesMachine(RuleBasedStateMachine):
         self.moves: Counter[SequenceId] = Counter()
         self.causes: Counter[SequenceId] = Counter()
         """How often each had a cause to move: it lost its place, or began to wait."""
+        self.rearranged: set[int] = set()
+        """Replicas whose last plans started or preempted somebody: that can change who is the first
+        of the queue. The result of the plan brings the turn that looks at it."""
 
     @initialize(
         rows=st.lists(st.integers(1, 3), min_size=2, max_size=4),
@@ -170,6 +173,7 @@ class PlacesMachine(RuleBasedStateMachine):
         core = self.cores[pick % len(self.cores)]
         core.state = MemberState.LOST
         core.sent.clear()
+        self.rearranged.discard(core.number)
         self._evacuate(core)
 
     @rule(pick=picks)
@@ -229,6 +233,20 @@ class PlacesMachine(RuleBasedStateMachine):
         for name, count in self.moves.items():
             assert count <= 2 * self.causes[name], f"sequence {name} goes back and forth"
 
+    @invariant()
+    def no_replica_is_idle_while_a_sequence_waits(self) -> None:
+        """Not even until its next turn, which may never come; at most until the next result of
+        the replica where the sequence waits."""
+        for core in self.cores:
+            if not core.attached or core.core.ledger.sequences or core.sent:
+                continue
+            for other in self.cores:
+                assert other.number not in self.rearranged or other.sent, "no turn comes"
+                first = _first_that_waits(other)
+                if first is not None and other.number not in self.rearranged:
+                    length = len(first.token_ids)
+                    assert not core.member.would_start(length), "a place is free for who waits"
+
     # --- carrying out -------------------------------------------------------------------------
 
     def _turn(self, core: Core) -> None:
@@ -244,12 +262,25 @@ class PlacesMachine(RuleBasedStateMachine):
                 moved.add(move.sequence_id)
                 assert self.cores[move.target].member.has_free_place
                 woken.append(self._move(move.sequence_id, move.source, move.target))
+            self._moved_all(turning)
             before = set(turning.core.ledger.running)
             while (plan := turning.core.next_message(0.0)) is not None:
                 assert isinstance(plan, StepPlan)
                 turning.sent.append(plan)
-            preempted = before - set(turning.core.ledger.running)
-            self.causes.update(each.sequence_id for each in preempted)
+            after = set(turning.core.ledger.running)
+            self.rearranged.discard(turning.number)
+            if before != after:
+                self.rearranged.add(turning.number)
+            self.causes.update(each.sequence_id for each in before - after)
+
+    def _moved_all(self, turning: Core) -> None:
+        """A look at all replicas finds no more to move than the exchange found by its memory."""
+        own = turning.member
+        others = [core.member for core in self.cores if core is not turning]
+        for other in others:
+            assert relief(other, [own], may_cross=False) is None, "it keeps who waits"
+        missed = relief(own, others, may_cross=False)
+        assert missed is None or missed.source in self.rearranged, "it leaves who waits elsewhere"
 
     def _move(self, name: SequenceId, source: int, target: int) -> Core:
         sequence = self.cores[source].core.withdraw(name)

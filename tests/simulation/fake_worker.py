@@ -19,6 +19,7 @@ from control_plane.shell.ports import (
     Admit,
     Attachment,
     MemoryPool,
+    RankCoordinates,
     RefusalReason,
     WorkerInfo,
     WorkerLost,
@@ -74,6 +75,7 @@ class Machine:
     generation: int = 1
     features: frozenset[str] = frozenset()
     arithmetic: str = ""
+    stages: int = 1
     incarnation: int = 1
     epoch: int = 0
     last_step: int = 0
@@ -126,6 +128,7 @@ class Machine:
             rank_count=1,
             device="simulated:0",
             arithmetic=self.arithmetic,
+            ranks=RankCoordinates(pipeline=(0, self.stages)),
         )
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -72,6 +72,12 @@ def request(
     )
 
 
+def number_of(fleet: Fleet, request_id: RequestId) -> int:
+    """Of the replica where a request that is not over runs, or waits, as the register has it."""
+    (sequence_id,) = fleet.register.requests[request_id]
+    return fleet.register._sequences[sequence_id].replica.number
+
+
 class StopAt:
     """A text sink that finds its stop string after so many tokens, and has no text."""
 
@@ -177,7 +183,8 @@ async def running(
     rig = Rig(loop, workers, chosen or settings(), seed)
     async with rig.group:
         task = rig.group.create_task(rig.fleet.run())
-        await rig.attached()
+        async with asyncio.timeout(60.0):
+            await rig.attached()
         try:
             yield rig
         finally:

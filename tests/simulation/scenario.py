@@ -16,7 +16,8 @@ DELAYS = (0.0, 0.001, 0.01, 0.01, 0.1, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A worker's process. `loss_rate`: how often its connection breaks at a message."""
+    """A worker's process. `loss_rate`: how often its connection breaks at a message. `stages`: of
+    the pipeline that it says to be."""
 
     rows: int
     step_tokens: int
@@ -25,6 +26,7 @@ class Spec:
     block_size: int
     loss_rate: float = 0.0
     arithmetic: str = ""
+    stages: int = 1
 
     def machine(self, name: str) -> Machine:
         return Machine(
@@ -35,6 +37,7 @@ class Spec:
             block_count=self.blocks,
             block_size=self.block_size,
             arithmetic=self.arithmetic,
+            stages=self.stages,
         )
 
 
@@ -245,7 +248,7 @@ def draw(
 def _draw_spec(rng: random.Random, length: int, arithmetic: tuple[str, ...]) -> Spec:
     block_size = rng.choice((1, 3, 4, 16))
     least = -(-length // block_size) + 1
-    return Spec(
+    spec = Spec(
         rows=rng.randrange(1, 6),
         step_tokens=rng.randrange(6, 40),
         length=length,
@@ -254,6 +257,8 @@ def _draw_spec(rng: random.Random, length: int, arithmetic: tuple[str, ...]) -> 
         loss_rate=rng.choice((0.0, 0.0, 0.01, 0.05)),
         arithmetic=rng.choice(arithmetic),
     )
+    # Not drawn, so that what is drawn behind it stays what it was.
+    return replace(spec, stages=(1, 2, 1, 3)[(spec.step_tokens + spec.blocks) % 4])
 
 
 def _draw_asks(rng: random.Random, longest: int) -> list[Timed]:

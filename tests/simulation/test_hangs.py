@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import pytest
 
@@ -173,8 +174,9 @@ def test_a_hang_behind_a_jump_is_found() -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "freeze"])
-def test_who_comes_meanwhile_goes_elsewhere(how: str) -> None:
-    """For half of the time the worker is suspect, and then lost."""
+def test_who_comes_meanwhile_goes_elsewhere(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """For half of the time the worker is suspect, and then lost. Each is told once."""
+    caplog.set_level(logging.INFO)
 
     async def main(loop: VirtualLoop) -> None:
         hung, _ = both = fleet(2)
@@ -195,6 +197,12 @@ def test_who_comes_meanwhile_goes_elsewhere(how: str) -> None:
                 assert answer.tokens == expected_tokens([7, 8, number], 9, number)
 
     run_virtual(main)
+    changes = [
+        (told["before"], told["now"])
+        for told in (one.__dict__["fields"] for one in caplog.records if "changed" in one.msg)
+        if told["replica"] == 0
+    ]
+    assert changes[1:4] == [("joining", "attached"), ("attached", "suspect"), ("suspect", "lost")]
 
 
 def test_alone_it_is_waited_for_with_patience() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from control_plane.core.claim import ClaimPolicy
 from control_plane.observability.metrics import Telemetry
-from control_plane.rpc.workers import worker_at
+from control_plane.rpc.workers import place_at, worker_at
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.membership import Membership
@@ -73,6 +73,7 @@ async def following(*lists: WorkerList, named: tuple[str, ...] = ()) -> AsyncIte
         named,
         lists,
         refresh_seconds=0.01,
+        ask=lambda address: place_at(address, controller_id="test"),
     )
     tasks = [asyncio.create_task(fleet.run()), asyncio.create_task(members.run())]
     try:

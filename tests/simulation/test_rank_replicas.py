@@ -17,6 +17,7 @@ from control_plane.shell.ports import WorkerLost, WorkerRefused, WorkerUnusable
 from control_plane.shell.rank_group import RankGroupWorker
 from control_plane.shell.ranks import Rendezvous
 from tests.simulation.test_loopback import PROMPTS, alone, driven, generate
+from tests.support.quick import spread
 from tests.support.rank_rig import MODEL, Ranks, RankServer, place, ranks
 from tests.support.wire import Wire
 from worker_service.domain.plan import StepPlan, StepResult
@@ -58,7 +59,7 @@ async def test_tokens_are_those_of_one_worker(tensor: int, pipeline: int) -> Non
         assert_nothing_is_held(fleet)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", spread(range(10), 3))
 async def test_any_rank_killed_at_any_moment_loses_nothing(seed: int) -> None:
     """Killed in the middle of a step, or while the replica is claimed again; twice in a run."""
     rng = random.Random(seed)
@@ -229,7 +230,7 @@ async def test_two_controllers_over_the_ranks_both_go_on() -> None:
         assert len({server.facade.worker_info().epoch for server in replica.servers}) == 1
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", spread(range(20), 5))
 async def test_attempts_of_two_controllers_never_split_the_ranks(seed: int) -> None:
     rng = random.Random(seed)
     async with ranks(2, 1) as replica:

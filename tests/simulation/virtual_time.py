@@ -25,9 +25,21 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._now = 0.0
         self._real_select = self._selector.select
         self._selector.select = self._select
+        self.failures: list[str] = []
+        """What timers and other callbacks raised: asyncio only logs it."""
+        self.set_exception_handler(self._note_failure)
 
     def time(self) -> float:
         return self._now
+
+    def timer_count(self) -> int:
+        """How many timers are set."""
+        return sum(not timer.cancelled() for timer in self._scheduled)
+
+    def _note_failure(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            self.failures.append(repr(context))
 
     def _select(self, timeout: float | None = None) -> Any:
         if timeout is None:
@@ -38,8 +50,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Callable[[VirtualLoop], Coroutine[Any, Any, T]]) -> T:
-    """Runs `main(loop)` in virtual time."""
+    """Runs `main(loop)` in virtual time. No callback may raise meanwhile."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, VirtualLoop)
-        return runner.run(main(loop))
+        outcome = runner.run(main(loop))
+        assert not loop.failures
+        return outcome

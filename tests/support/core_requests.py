@@ -35,6 +35,7 @@ def config(
     inflight: int = 1,
     caching: bool = True,
     drafts: int = 0,
+    stages: int = 1,
 ) -> SchedulerConfig:
     """Small limits; `blocks` includes the null block."""
     return SchedulerConfig(
@@ -45,6 +46,7 @@ def config(
         block_size=block_size,
         max_waiting_count=waiting,
         max_inflight_step_count=inflight,
+        pipeline_stage_count=stages,
         enable_prefix_caching=caching,
         max_draft_token_count=drafts,
     )

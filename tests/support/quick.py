@@ -10,6 +10,9 @@ from hypothesis import settings
 
 QUICK = "quick"
 """The name of the Hypothesis profile of `make check`."""
+UNSHRUNK = "unshrunk"
+"""That of `make mutation`, which only asks whether a test fails: it has as many examples as QUICK,
+and the one that fails is not made small."""
 
 
 def spread(values: Iterable[object], count: int) -> list[Any]:
@@ -27,4 +30,5 @@ def spread(values: Iterable[object], count: int) -> list[Any]:
 
 def examples(count: int) -> int:
     """How many examples Hypothesis makes: `count`, or a quarter of it in `make check`."""
-    return count // 4 if settings.get_current_profile_name() == QUICK else count
+    is_quick = settings.get_current_profile_name() in (QUICK, UNSHRUNK)
+    return count // 4 if is_quick else count

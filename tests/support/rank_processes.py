@@ -172,10 +172,13 @@ class _Served:
         self.runner.reset()
         self.runner.join(at)
 
-    def launch(self, plan: StepPlan) -> bool:
+    def launch(self, plan: StepPlan | SamplePlan) -> bool:
         """Whether the step is over at once; `collect` has its result."""
         assert self.runner is not None
-        self.pending.append(self.runner.launch(plan))
+        if isinstance(plan, SamplePlan):
+            self.pending.append(self.runner.launch_sample(plan))
+        else:
+            self.pending.append(self.runner.launch(plan))
         return bool(self.pending[-1].is_ready())
 
     def collect(self) -> StepResult:

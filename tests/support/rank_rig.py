@@ -43,19 +43,22 @@ class RankServer:
         model: SimulatedModel = MODEL,
         latency: SimulatedLatency = INSTANT,
         kind: type[SimulatedRunner] = SimulatedRunner,
+        host: str = "127.0.0.1",
+        port: int = 0,
     ) -> None:
         self.ranks = ranks
         self.model = model
         self.latency = latency
         self.kind = kind
-        self.port = 0
+        self.host = host
+        self.port = port
         self._lives = itertools.count(1)
         self._facade: WorkerFacade | None = None
         self._server: WorkerServer | None = None
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     @property
     def facade(self) -> WorkerFacade:
@@ -71,14 +74,15 @@ class RankServer:
         return self.kind(model, self.latency)
 
     async def start(self) -> None:
+        name = f"w{self.ranks.rank}"
+        if self.ranks.data[0]:
+            name = f"replica-{self.ranks.data[0]}-{name}"
         self._facade = WorkerFacade(
-            self._build,
-            worker_id=f"w{self.ranks.rank}",
-            incarnation_id=f"w{self.ranks.rank}-{next(self._lives)}",
+            self._build, worker_id=name, incarnation_id=f"{name}-{self.host}-{next(self._lives)}"
         )
         await self._facade.load()
         self._server = WorkerServer(self._facade)
-        address = await self._server.start("127.0.0.1", self.port)
+        address = await self._server.start(self.host, self.port)
         self.port = int(address.rpartition(":")[2])
 
     async def kill(self) -> None:

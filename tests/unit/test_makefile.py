@@ -94,6 +94,12 @@ def test_an_old_python_is_refused_before_anything_is_made(tmp_path: Path) -> Non
     assert not (tmp_path / "venv").exists()
 
 
+def test_check_runs_files_side_by_side_or_in_one_process() -> None:
+    plan = make("-n", "check", "ARGS=-n0").splitlines()[-1]
+    assert "-n logical --maxprocesses 4 --dist loadfile" in plan
+    assert plan.endswith(" -n0"), "the last one is pytest's"
+
+
 def test_against_names_the_revision() -> None:
     assert " -m bench.against v9 --quick" in make("-n", "against", "REVISION=v9", "ARGS=--quick")
 

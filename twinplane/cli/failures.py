@@ -16,7 +16,12 @@ from twinplane.errors import (
     WrongServer,
 )
 
-_FLAGS = {"model": "--model", "stop.max_tokens": "--max-tokens", "stop.strings": "--stop"}
+_FLAGS = {
+    "model": "--model",
+    "stop.max_tokens": "--max-tokens",
+    "stop.strings": "--stop",
+    "stop.ignore_end_of_sequence": "--ignore-eos",
+}
 _SAMPLING = "sampling."
 _ANOTHER = f"--address or {ADDRESS_VARIABLE} names another"
 _NOBODY = f"is `twinplane up` running? {_ANOTHER}"

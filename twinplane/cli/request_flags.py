@@ -88,6 +88,12 @@ def add_request_flags(
         metavar="TEXT",
         help="stop before this text (repeatable)",
     )
+    sampling.add_argument(
+        "--ignore-eos",
+        action="store_const",
+        const=True,
+        help="go on past the model's own end of an answer, up to the most tokens",
+    )
 
 
 def request_flags(namespace: argparse.Namespace, *, wait: float = _WAIT) -> RequestFlags:

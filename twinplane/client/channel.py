@@ -15,8 +15,9 @@ OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_reconnect_backoff_ms", 250),
     # How long one attempt to connect may take: the address may be that of a machine that is gone.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # A server that vanished is noticed within 50 seconds, also while a first token is waited for.
-    *Keepalive(idle_ms=30_000, answer_ms=20_000).options(),
+    # A server that vanished or froze is noticed within 10 seconds, also while a first token is
+    # waited for. A server that is only silent answers: the library does that beside its event loop.
+    *Keepalive(idle_ms=5_000, answer_ms=5_000).options(),
     ("grpc.http2.max_pings_without_data", 0),
     NO_PROXY,
 )

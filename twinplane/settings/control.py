@@ -82,14 +82,14 @@ class ControlConfig:
     )
     workers_file: str | None = option(
         None,
-        "file that lists workers, a replica on each line as for --worker; read again and again",
+        "file that lists workers, a replica or a rank on each line; read again and again",
         group=_WORKER,
         path=True,
     )
     workers_dns: str | None = option(
         None,
-        "host:port whose name resolves to the addresses of all workers, as that of a headless "
-        "Kubernetes service; resolved again and again",
+        "host:port whose name resolves to the addresses of all workers, ranks too, as that of a "
+        "headless Kubernetes service; resolved again and again",
         group=_WORKER,
     )
     workers_refresh_seconds: float = option(
@@ -129,7 +129,11 @@ class ControlConfig:
     enable_prefix_caching: bool = option(
         True, "reuse the KV of prompts that begin alike", group=_SCHEDULING
     )
-    async_scheduling: bool = option(True, "plan the next step while one runs", group=_SCHEDULING)
+    async_scheduling: bool = option(
+        True,
+        "plan the next step while one runs; without it, pipeline stages work one at a time",
+        group=_SCHEDULING,
+    )
     ageing_seconds: float = option(
         10.0,
         "seconds of waiting that are worth one priority level",

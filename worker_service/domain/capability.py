@@ -77,6 +77,12 @@ class RankCoordinates:
         return self.tensor[1] * self.pipeline[1]
 
     @property
+    def inflight_step_count(self) -> int:
+        """Plans that this place accepts ahead of their results: one for each stage, and the next;
+        four at least."""
+        return max(4, self.pipeline[1] + 1)
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pipeline[0] == 0
 

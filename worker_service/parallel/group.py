@@ -6,6 +6,7 @@ can't be interrupted.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -85,10 +86,10 @@ class RankGroup:
         """
         tensor = self._open_links().tensor
         if self._device.type == "cuda":
-            self._finish_on_device(tensor.start(tensor.group.allreduce([x])))
+            self._finish_on_device(tensor.start(lambda group: group.allreduce([x])))
             return x
         parts = [torch.empty_like(x) for _ in range(self._coordinates.tensor[1])]
-        self.finish(tensor.start(tensor.group.allgather([parts], [x])))
+        self.finish(tensor.start(lambda group: group.allgather([parts], [x])))
         total = parts[0]
         for part in parts[1:]:
             total += part
@@ -106,7 +107,7 @@ class RankGroup:
         options = dist.GatherOptions()
         options.rootRank = 0
         tensor = self._open_links().tensor
-        self._finish_on_device(tensor.start(tensor.group.gather(outputs, [own], options)))
+        self._finish_on_device(tensor.start(lambda group: group.gather(outputs, [own], options)))
         if rank != 0:
             return None
         parts = [part[:, :width] for part, width in zip(outputs[0], widths, strict=True)]
@@ -115,12 +116,12 @@ class RankGroup:
     def send(self, x: torch.Tensor) -> None:
         """Gives x to the next stage. Returns at once; x may not be written any more."""
         link = self._open_links().downstream
-        link.start(link.group.broadcast([x], _from(0)))
+        link.start(lambda group: group.broadcast([x], _from(0)))
 
     def receive(self, out: torch.Tensor) -> torch.Tensor:
         """Fills `out` with what the stage before this one sends."""
         link = self._open_links().upstream
-        self._finish_on_device(link.start(link.group.broadcast([out], _from(0))))
+        self._finish_on_device(link.start(lambda group: group.broadcast([out], _from(0))))
         return out
 
     def publish(self, tokens: IntColumn) -> None:
@@ -152,22 +153,24 @@ class RankGroup:
             raise GroupLost(f"another rank is gone: {first_line(error)}") from error
 
     def abort(self) -> None:
-        """Ends what the device waits for. Any thread; on a CPU waits look by themselves."""
+        """Ends what the device waits for. Any thread, which is not kept waiting for that; on a CPU
+        waits look by themselves."""
         if self._device.type == "cuda" and (links := self._links) is not None:
-            links.abort()
+            threading.Thread(target=links.abort, name="aborting", daemon=True).start()
 
     def close(self) -> None:
         """Parts from the others, whose waits for this rank end. Idempotent."""
         self._closed = True
-        self.abort()
         links, self._links = self._links, None
         if links is not None:
+            if self._device.type == "cuda":
+                links.abort()
             links.close()
 
     def _share(self, tokens: torch.Tensor) -> Any:
         everyone = self._open_links().everyone
         options = _from(self._coordinates.answering_rank)
-        return everyone.start(everyone.group.broadcast([tokens], options))
+        return everyone.start(lambda group: group.broadcast([tokens], options))
 
     def _finish_on_device(self, work: Any) -> None:
         if self._device.type == "cuda":

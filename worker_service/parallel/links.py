@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,8 +29,9 @@ from worker_service.parallel.store import first_line, local_address
 OPERATION_TIMEOUT = timedelta(minutes=10)
 _CONNECT_TIMEOUT = timedelta(seconds=10)
 _LOOK_SECONDS = 0.2
-# Where ranks of GPUs fail, torch would end the process; ours goes on with the next epoch's group.
-_NO_NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+# Where ranks of GPUs fail, torch would end the process, by its watchdog or by who watches that one;
+# ours goes on with the next epoch's group.
+_NO_NCCL_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 class Link:
@@ -44,17 +45,27 @@ class Link:
         self.group = group
         self._running: deque[Any] = deque()
 
-    def start(self, work: Any) -> Any:
-        """Notes an operation. Those that are over are forgotten, in order. Raises GroupLost for
-        one that failed unseen."""
+    def start(self, operation: Callable[[Any], Any]) -> Any:
+        """Starts an operation on the group, and notes it. Those that are over are forgotten, in
+        order. Raises GroupLost for one that failed unseen, or where the group was ended."""
         while self._running and self._running[0].is_completed():
             over = self._running.popleft()
             try:
                 over.wait()
             except RuntimeError as error:
                 raise GroupLost(f"another rank is gone: {first_line(error)}") from error
+        try:
+            work = operation(self.group)
+        except dist.DistBackendError as error:  # NCCL's, of a communicator that was aborted
+            raise GroupLost(f"the group has ended: {first_line(error)}") from error
         self._running.append(work)
         return work
+
+    def abort(self) -> None:
+        """Ends what a GPU waits for. Any thread."""
+        group = self.group
+        if group is not None:
+            group.abort()
 
     def close(self) -> None:
         """Drops the group, now or when nothing runs on it any more."""
@@ -124,8 +135,7 @@ class Links:
     def abort(self) -> None:
         """Ends what a GPU waits for."""
         for link in (self.tensor, self.upstream, self.downstream):
-            if link.group is not None:
-                link.group.abort()
+            link.abort()
 
     def close(self) -> None:
         """Parts from all."""
@@ -138,7 +148,10 @@ def _process_group(store: Store, rank: int, size: int, device: torch.device, add
         os.environ.update(_NO_NCCL_WATCHDOG)
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = OPERATION_TIMEOUT
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        group = dist.ProcessGroupNCCL(store, rank, size, options)
+        # Now, while all open their links in one order, and not in the middle of the first step.
+        group.eager_connect_single_device(device)
+        return group
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = _CONNECT_TIMEOUT

@@ -43,6 +43,13 @@ def open_device(name: str) -> torch.device:
             raise LoadError(f"device {name!r} is not supported; use cpu or cuda")
 
 
+def own_device(device: torch.device) -> None:
+    """Makes a GPU what this thread means where it names none. Without that, what asks for "the
+    current device" would take memory of the first GPU, which is another rank's."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 def _what_torch_sees() -> str:
     if not _is_built_for_gpus():
         return "is a build without CUDA"

@@ -36,6 +36,7 @@ from worker_service.runner.device import (
     describe_device,
     memory_of,
     open_device,
+    own_device,
     smaller_formats,
 )
 from worker_service.runner.executor import ExecutorConfig, ExecutorMemory, ExecutorType
@@ -127,6 +128,7 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
 def load_model(options: RunnerOptions) -> LoadedModel:
     """The model without a runner. Raises LoadError."""
     device = open_device(options.device)
+    own_device(device)
     options.progress(f"opening {options.model_folder}")
     with torch.inference_mode(), Checkpoint(options.model_folder) as checkpoint:
         described = describe(checkpoint.config)
@@ -364,4 +366,5 @@ def _limits(options: RunnerOptions, spec: DecoderSpec, block_count: int) -> Limi
         max_step_token_count=options.max_step_token_count,
         max_sequence_token_count=length,
         max_prompt_token_count=length,
+        max_inflight_step_count=options.ranks.inflight_step_count,
     )

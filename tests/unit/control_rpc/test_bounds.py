@@ -15,6 +15,7 @@ from control_plane.rpc import validation
 from control_plane.rpc.errors import InvalidRequest
 from control_plane.rpc.validation import GenerateCall, check_generate
 from tests.support.edge_rig import MODEL, generate_request
+from tests.support.quick import examples
 from tests.support.worker_rig import added, simulated_runner
 from twinplane import bounds
 from twinplane.bounds import SAMPLING_RANGES
@@ -94,7 +95,7 @@ def test_the_planes_agree_at_the_extremes(name: str, value: float) -> None:
     assert at_the_worker(raw) is (call is not None), "one plane takes what the other refuses"
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     st.fixed_dictionaries(
         {},

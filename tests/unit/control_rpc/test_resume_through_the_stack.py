@@ -15,6 +15,7 @@ from tokenizers import AddedToken
 
 from tests.support import tiny_llama
 from tests.support.chain_model import chained, ids, write_chain_model
+from tests.support.quick import examples
 from tests.support.resuming import Told, resumption, told
 from tests.support.toy_tokenizers import BYTE_TOKENS, bytetoy, sptoy
 from tests.support.whole_stack import Stack, serving
@@ -141,7 +142,7 @@ def test_several_cuts_change_as_little_as_one(folder: Path) -> None:
         serving_stack = serving(folder)
         stack = runner.run(_entered(serving_stack))
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+        @settings(max_examples=examples(60), deadline=None, suppress_health_check=list(HealthCheck))
         @given(st.integers(0, 2**32), st.lists(st.integers(0, 5), min_size=1, max_size=5))
         def cut(number: int, reads: list[int]) -> None:
             runner.run(_cut_often(stack, request_of(number), reads))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 
 from control_plane.core.block_pool import BlockPool
@@ -133,3 +134,20 @@ def test_hashes_are_made_once() -> None:
     sequence.computed = 5
     cache.register(sequence)
     assert len(sequence.block_hashes) == 2 and sequence.block_hashes[0] is first
+
+
+def test_a_large_pool_that_is_not_used_takes_no_memory() -> None:
+    tracemalloc.start()
+    try:
+        _, pool = pool_of(1_000_000)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert taken < 10_000
+    assert pool.free_count == 999_999
+    assert pool.allocate(3) == [1, 2, 3]
+    assert pool.referenced_count == 3
+    pool.release([BlockId(2)])
+    assert pool.allocate(2) == [2, 4], "what was used before goes first"
+    assert pool.free_count == 999_995
+    pool.check([[BlockId(block) for block in (1, 3, 2, 4)]])

@@ -7,13 +7,17 @@ from itertools import count
 
 import pytest
 
+from control_plane.core import invariants
 from control_plane.core.config import SchedulerConfig
-from control_plane.core.fleet import Member, MemberState, evacuation, places, relief
+from control_plane.core.events import FinishReason
+from control_plane.core.exchange import Exchange
+from control_plane.core.fleet import Member, MemberState, Move, evacuation, places, relief
 from control_plane.core.placement import Leads
 from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.core.request import Request, SequenceId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.succession import Traits
+from control_plane.core.suspicion import Accusation
 from control_plane.core.tokens import Tokens
 from tests.simulation.rig import request
 
@@ -23,11 +27,11 @@ ids = map(SequenceId, count(1))
 
 def member(
     number: int, *, state: MemberState = MemberState.ATTACHED, arithmetic: str = "one",
-    length: int = 32, rows: int = 2, block_count: int = 40,
+    length: int = 32, rows: int = 2, block_count: int = 40, block_size: int = 4,
 ) -> Member:  # fmt: skip
     config = SchedulerConfig(
         max_sequence_count=rows, max_step_token_count=32, max_sequence_token_count=length,
-        block_count=block_count, block_size=4, max_waiting_count=9,
+        block_count=block_count, block_size=block_size, max_waiting_count=9,
     )  # fmt: skip
     core = Scheduler(config, 1, WeightVersion(1, "a" * 64))
     return Member(number, core, Traits("a" * 64, arithmetic, 97, length), state)
@@ -44,7 +48,8 @@ def begin(own: Member, prompt: tuple[int, ...] = PROMPT) -> SequenceId:
     plan = own.core.schedule(0.0)
     assert plan is not None
     rows = list(plan.scheduled.rows)
-    own.core.update(StepResult(1, plan.step_id, rows, [1] * len(rows), Tokens([9] * len(rows))))
+    epoch, counts = own.core.ledger.epoch, [1] * len(rows)
+    own.core.update(StepResult(epoch, plan.step_id, rows, counts, Tokens([9] * len(rows))))
     return sequence_id
 
 
@@ -179,6 +184,24 @@ def test_who_moves_has_blocks_behind_a_queue_and_tokens_of_the_plan() -> None:
         assert (relief(full_plan, [source], may_cross=False) is not None) == fits
 
 
+@pytest.mark.parametrize("turns", [0, 1], ids=["of who waits", "of who is free"])
+@pytest.mark.parametrize("count", range(1, 5))
+def test_a_turn_of_either_moves_who_waits(turns: int, count: int) -> None:
+    """An idle replica has no turn: whoever has a queue, as after a preemption, gives of it."""
+    members = {0: member(0, rows=1), 1: member(1, rows=count)}
+    source, idle = members[0], members[1]
+    fill(source)
+    waiting = [wait(source) for _ in range(count + 1)]
+    exchange = Exchange(members.get, may_cross=False)
+    exchange.note(source)
+    exchange.note(idle)
+    moves = []
+    for move in exchange.moves(members[turns]):
+        moves.append(move)
+        idle.core.adopt(source.core.withdraw(move.sequence_id))
+    assert moves == [Move(sequence_id, 0, 1) for sequence_id in waiting[:count]]
+
+
 def test_whoever_starts_anyway_stays() -> None:
     source = member(1)
     wait(source)
@@ -213,3 +236,71 @@ def test_a_move_keeps_the_books_and_tells_of_other_arithmetic(crossed: bool, beg
     assert (source.core.stats().moved_out, target.core.stats().moved_in) == (1, 1)
     assert not departed.blocks and not departed.pending and departed.computed == 0
     assert source.core.stats().kv_active_tokens == 0
+
+
+def end_claim(own: Member, times: int) -> None:
+    """So many claims that end over the one sequence that runs; none of them brings a token."""
+    sequence_id = wait(own)
+    for _ in range(times):
+        assert own.core.schedule(0.0) is not None
+        own.core.accuse(Accusation(), 9)
+        ledger = own.core.ledger
+        own.core.resync(ledger.config, ledger.epoch + 1, WeightVersion(1, "a" * 64))
+    own.core.finish(sequence_id, FinishReason.CANCELLED)
+
+
+@pytest.mark.parametrize(
+    ("ends", "gets_token", "is_other_full", "first"),
+    [
+        (0, False, False, 0),
+        (1, False, False, 0),  # bad luck
+        (2, False, False, 1),
+        (5, False, False, 1),
+        (5, True, False, 0),  # it works again
+        (5, False, True, 0),  # otherwise nobody would ever find out
+    ],
+)
+def test_who_fails_whoever_runs_is_empty_and_no_good_place(
+    ends: int, gets_token: bool, is_other_full: bool, first: int
+) -> None:
+    doubtful, other = member(0), member(1)
+    begin(other)
+    if is_other_full:
+        fill(other)
+        wait(other)
+    end_claim(doubtful, ends)
+    assert not doubtful.core.ledger.sequences
+    if gets_token:
+        doubtful.core.finish(begin(doubtful), FinishReason.CANCELLED)
+    found = places([doubtful, other], asked())
+    assert [own.number for own in found] == [first, 1 - first]
+    lost = member(2, state=MemberState.LOST)
+    begin(lost)
+    assert targets(lost, doubtful, other) == [first]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("length", [12, 16, 64])
+def test_a_move_fits_a_sequence_to_the_limits_and_blocks_there(
+    length: int, block_size: int
+) -> None:
+    """It has as many tokens as it would have had there from the start, and finds its prefix."""
+    source, target = (
+        member(0, length=16),
+        member(1, length=length, block_size=block_size, block_count=80),
+    )
+    prompt = tuple(range(2, 11))
+    sequence_ids = next(ids), next(ids)
+    for own, sequence_id in zip((source, target), sequence_ids, strict=True):
+        own.core.add(sequence_id, request(str(sequence_id), prompt, 99))
+        plan = own.core.schedule(0.0)
+        assert plan is not None
+        own.core.update(StepResult(1, plan.step_id, list(plan.scheduled.rows), [1], Tokens([9])))
+    target.core.adopt(source.core.withdraw(sequence_ids[0]))
+    plan = target.core.schedule(0.0)
+    assert plan is not None
+    moved, local = (target.core.ledger.sequences[sequence_id] for sequence_id in sequence_ids)
+    assert moved.token_limit == local.token_limit == length
+    shared = len(prompt) // block_size
+    assert moved.blocks[:shared] == local.blocks[:shared]
+    invariants.check(target.core)

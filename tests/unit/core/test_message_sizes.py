@@ -20,6 +20,7 @@ from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import MemoryPool
 from tests.simulation.fake_worker import Machine
 from tests.support.core_requests import WEIGHTS, config, held_result, request, result, scheduler_of
+from tests.support.quick import examples
 from twinplane.bounds import WORKER_MESSAGE_BYTES
 
 LARGEST_TOKEN = 151_935
@@ -68,7 +69,7 @@ def test_many_long_streams_come_back_after_a_restart() -> None:
     assert 100_000 < largest < 2_000_000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=12),
     most=st.integers(1, 40),

@@ -259,3 +259,44 @@ def test_an_answer_to_nothing_is_somebody_elses_to_refuse() -> None:
 )
 def test_the_work_of_a_message(message: Message, work: Work) -> None:
     assert work_of(message) == work
+
+
+@pytest.mark.parametrize("stage_count", [1, 2, 4, 8])
+@pytest.mark.parametrize("slot", [0.5, 1.0, 4.0])
+def test_a_step_alone_in_a_pipeline_is_not_overdue(stage_count: int, slot: float) -> None:
+    """Answers come once for every stage's time while all stages work; a step by itself takes all
+    of them. Of one stage nothing is different."""
+    progress = Progress()
+    progress.attached(same_life=False, stage_count=stage_count)
+    message, now = step((10, 1)), 0.0
+    for _ in range(stage_count + 1):
+        progress.sent(message, now)
+    now = stage_count * slot
+    for _ in range(40):
+        progress.answered(now)
+        progress.sent(message, now)
+        now += slot
+    for _ in range(stage_count + 1):
+        progress.answered(now)
+        now += slot
+    for _ in range(20):
+        progress.sent(message, now)
+        alone = stage_count * slot
+        limit = progress.limit()
+        assert limit == pytest.approx(max(LEAST_SECONDS, TIMES * alone))
+        now += alone
+        progress.answered(now)
+
+
+def test_answers_that_are_read_late_hide_no_stage() -> None:
+    """This process slept, and then read all at once: the worker's own clock is what is left."""
+    progress = Progress()
+    progress.attached(same_life=False, stage_count=4)
+    message, now = step((10, 1)), 0.0
+    for _ in range(5):
+        progress.sent(message, now)
+    now = 40.0
+    for _ in range(5):
+        progress.answered(now, 2.0)
+    progress.sent(message, now)
+    assert progress.limit() >= TIMES * 4 * 2.0

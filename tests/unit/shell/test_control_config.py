@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
-from control_plane.shell.ports import MemoryPool, WorkerUnusable
+from control_plane.shell.ports import MemoryPool, RankCoordinates, WorkerUnusable
 from tests.simulation.fake_worker import Machine
 from twinplane.settings.control import ControlConfig
 
@@ -105,6 +105,32 @@ def test_set_limits_only_lower_the_workers() -> None:
     assert config.max_step_token_count == 8
     assert config.max_sequence_token_count == 32
     assert config.max_inflight_step_count == 1
+
+
+@pytest.mark.parametrize(
+    ("stages", "asynchronous", "worker", "inflight", "used"),
+    [
+        (1, True, 4, 2, 1),
+        (2, True, 4, 3, 2),
+        (3, True, 4, 4, 3),
+        (8, True, 9, 9, 8),
+        (8, True, 4, 4, 4),
+        (2, True, 1, 1, 1),
+        (1, False, 4, 1, 1),
+        (4, False, 5, 1, 1),
+    ],
+)
+def test_a_step_more_than_there_are_stages_is_in_flight(
+    stages: int, asynchronous: bool, worker: int, inflight: int, used: int
+) -> None:
+    info = replace(
+        Machine().claim(1).info,
+        ranks=RankCoordinates(pipeline=(0, stages)),
+        max_inflight_step_count=worker,
+    )
+    settings = SchedulingSettings(async_scheduling=asynchronous)
+    config = scheduler_config(settings, info, MemoryPool(100, 4))
+    assert (config.max_inflight_step_count, config.pipeline_stage_count) == (inflight, used)
 
 
 def test_a_sequence_is_never_longer_than_the_pool() -> None:

@@ -26,6 +26,7 @@ from control_plane.shell.worker_lists import (
     ListUnusable,
     resolve_host,
 )
+from tests.support.quick import examples
 
 ADDRESSES = [f"h{number}:1" for number in range(5)]
 REPLICAS = [*ADDRESSES, "h0:1,h1:1", "h2:1,h3:1", "h1:1,h4:1"]
@@ -148,7 +149,7 @@ class Lists(RuleBasedStateMachine):
 
 
 class TestLists(Lists.TestCase):
-    settings = settings(max_examples=80, stateful_step_count=20, deadline=None)
+    settings = settings(max_examples=examples(80), stateful_step_count=20, deadline=None)
 
 
 def test_a_comparison_keeps_to_the_maximum() -> None:

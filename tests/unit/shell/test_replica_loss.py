@@ -221,7 +221,8 @@ class Starting(FakeWorker):
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was said for want of a worker."""
-    records = [record for record in caplog.records if record.getMessage() == "no worker"]
+    said = ("no worker", "the worker loads its model")
+    records = [record for record in caplog.records if record.getMessage() in said]
     return [str(record.__dict__["fields"]["error"]) for record in records]
 
 
@@ -234,6 +235,8 @@ def test_a_worker_that_starts_is_claimed_at_once(caplog: pytest.LogCaptureFixtur
             assert 7.05 <= loop.time() < 7.2
             assert len(worker.tries) <= 75
         assert len(told(caplog)) == 2, "once for each reason, not for each try"
+        [loading] = [one for one in caplog.records if "loads its model" in one.getMessage()]
+        assert loading.levelno == logging.INFO
 
     run_virtual(main)
 

@@ -71,7 +71,7 @@ def test_what_can_be_written(
 
 
 @pytest.mark.parametrize("kind", [name for name in KINDS if name.startswith("byte")])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(string=st.text(min_size=1, max_size=6), before=st.text(max_size=4), cut=st.integers(0, 50))
 def test_every_text_can_be_a_stop_text_where_all_bytes_are_tokens(
     processor: Make, kind: str, string: str, before: str, cut: int

@@ -21,6 +21,7 @@ from control_plane.text.template_environment import compile_template
 from control_plane.text.template_pool import TemplatePool, rendering_of
 from control_plane.text.template_process import RenderLimits
 from control_plane.text.tokenizer import Tokenizer, byte_level_alphabet
+from tests.support.quick import examples
 
 START, END, STOP = "<|im_start|>", "<|im_end|>", "</s>"
 SPECIAL = (START, END, STOP, "<|user|>", "<|assistant|>", "<|end|>")
@@ -214,7 +215,7 @@ def test_a_turn_can_not_be_forged(kind: str, chat: list[tuple[str, str]], name: 
 
 
 @given(chat=st.lists(st.tuples(st.just("user"), st.text("ab é\n日<>|/")), min_size=1))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_other_chats_are_tokenized_as_ever(chat: list[Turn]) -> None:
     for tokenizer in TOKENIZERS.values():
         chats = chats_of(tokenizer, CHATML)

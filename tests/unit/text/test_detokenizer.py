@@ -116,7 +116,7 @@ def test_what_comes_behind_a_prompt_is_what_it_adds(
     assert tokenizer.decode(tokens, hidden=frozenset()) == whole
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(data=st.data(), cuts=cuts)
 def test_byte_level_deltas_join_to_the_whole_decoding(
     byte_level: Tokenizer, data: st.DataObject, cuts: list[int]
@@ -127,7 +127,7 @@ def test_byte_level_deltas_join_to_the_whole_decoding(
     check(byte_level, data.draw(st.lists(ids | multibyte, max_size=40)), cuts)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(text=st.text(max_size=60), cuts=cuts)
 def test_texts_come_out_as_they_went_in(
     byte_level: Tokenizer, byte_fallback: Tokenizer, text: str, cuts: list[int]
@@ -224,14 +224,14 @@ def test_real_texts(smollm2: Tokenizer, text: str) -> None:
 
 
 @pytest.mark.model
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(tokens=st.lists(st.integers(0, 49_153), max_size=60), cuts=cuts)
 def test_real_random_tokens(smollm2: Tokenizer, tokens: list[int], cuts: list[int]) -> None:
     check(smollm2, tokens, cuts)
 
 
 @pytest.mark.model
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text(max_size=80), cuts=cuts)
 def test_real_random_texts(smollm2: Tokenizer, text: str, cuts: list[int]) -> None:
     check(smollm2, smollm2.encode(text, add_special_tokens=True), cuts)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from control_plane.text.end_of_sequence import EndTokens, read_end_tokens
 from control_plane.text.errors import ModelFilesInvalid
+from tests.support.quick import examples
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
 TOKENIZER, MAP = "tokenizer_config.json", "special_tokens_map.json"
@@ -147,7 +148,9 @@ said = st.fixed_dictionaries(
 
 
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(files=said)
 def test_each_file_adds_its_own_and_takes_none_away(tmp_path: Path, files: dict[str, Any]) -> None:

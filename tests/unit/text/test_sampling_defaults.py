@@ -17,6 +17,7 @@ from control_plane.rpc.validation import check_generate
 from control_plane.text.errors import ModelFilesInvalid
 from control_plane.text.sampling_defaults import SamplingDefaults, read_sampling_defaults
 from tests.support.edge_rig import MODEL, generate_request
+from tests.support.quick import examples
 from twinplane.bounds import SAMPLING_RANGES
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
@@ -153,7 +154,9 @@ NUMBERS = st.floats(-1, 101) | st.integers(-2, 200) | st.floats(0, 1) | st.float
 
 
 @settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
     content=st.dictionaries(

@@ -13,6 +13,7 @@ from control_plane.text.chat_template import ChatMessage
 from control_plane.text.model_files import TextModel, load_text_model
 from control_plane.text.processor import TextLimits, TextProcessor
 from control_plane.text.template_pool import TemplatePool
+from tests.support.quick import examples
 from twinplane.models import SIMULATED_MODEL, pull, resolve
 
 FOLDER = resolve(SIMULATED_MODEL)
@@ -36,7 +37,7 @@ def test_its_files_agree(model: TextModel) -> None:
 
 
 @given(text=st.text(max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_a_text_is_its_bytes(model: TextModel, text: str) -> None:
     tokenizer = model.tokenizer
     token_ids = tokenizer.encode(text, add_special_tokens=True)

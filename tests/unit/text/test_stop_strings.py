@@ -32,7 +32,7 @@ def assembler_of(tokenizer: Tokenizer, strings: list[str]) -> TextAssembler:
 strings = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=4)
 
 
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(pieces=st.lists(st.text("abc", max_size=5), max_size=8), strings=strings)
 def test_matches_as_the_naive_search(pieces: list[str], strings: list[str]) -> None:
     output, matched, _ = naive("".join(pieces), strings)
@@ -57,7 +57,7 @@ def test_matches_as_the_naive_search(pieces: list[str], strings: list[str]) -> N
     assert (emitted, matcher.matched) == (output, matched)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(
     text=st.text("ab€", max_size=12),
     strings=st.lists(st.text("ab€", min_size=1, max_size=3), min_size=1, max_size=3),

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from tests.support.scripted_inference import (
     delta,
 )
@@ -255,7 +256,7 @@ def test_an_answer_that_was_cut_says_why() -> None:
     assert whole.notes.getvalue() == ""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 300)), min_size=1, max_size=12),
     length=st.integers(1024, 6000),

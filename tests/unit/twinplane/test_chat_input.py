@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from twinplane.cli.chat_input import Entry, History, read_entry
 
 
@@ -55,7 +56,7 @@ def test_the_end_of_the_input_is_the_end() -> None:
         read_entry(read_line)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(text=st.text(st.characters(blacklist_categories=["Cs", "Cc"]), max_size=40))
 def test_what_is_recalled_is_what_was_typed(text: str) -> None:
     """An entry that is taken from the history means the same again."""

@@ -252,7 +252,7 @@ def test_ctrl_c_cancels_the_generation_on_the_server() -> None:
 def test_what_is_asked_for_reaches_the_server() -> None:
     service = ScriptedInference(scripts=deque([[started(), delta("a", 1), finished()]]))
     flags = ("--max-tokens=5", "--temperature=0.5", "--top-k=4", "--top-p=0.75", "--min-p=0.25",
-             "--seed=9", "--stop=x", "--stop=y", "--model=m")  # fmt: skip
+             "--seed=9", "--stop=x", "--stop=y", "--ignore-eos", "--model=m")  # fmt: skip
     with serve(service) as address:
         assert main(["generate", "the prompt", f"--address={address}", *flags]) == 0
     [request] = [r for r in service.requests if isinstance(r, pb.GenerateRequest)]
@@ -263,6 +263,7 @@ def test_what_is_asked_for_reaches_the_server() -> None:
     assert (sampling.min_p, sampling.seed) == (0.25, 9)
     assert request.stop.max_tokens == 5
     assert list(request.stop.strings) == ["x", "y"]
+    assert request.stop.ignore_end_of_sequence
 
 
 # model.

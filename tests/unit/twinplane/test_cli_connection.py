@@ -219,6 +219,7 @@ def request_flags_by_field() -> list[tuple[str, str]]:
         ("stop.max_tokens", "--max-tokens"),
         ("stop.strings", "--stop"),
         ("stop.strings[3]", "--stop"),
+        ("stop.ignore_end_of_sequence", "--ignore-eos"),
         *((f"sampling.{name}", "--" + name.replace("_", "-")) for name in sampling),
     ]
 

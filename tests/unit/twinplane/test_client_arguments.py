@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import types
 from collections.abc import Callable
 from decimal import Decimal
@@ -59,8 +60,13 @@ def test_every_option_is_tried() -> None:
     assert {name for name, _ in WRONG_OPTIONS} == GenerateOptions.__optional_keys__
 
 
+def shown(value: object) -> str:
+    """A value in a test's name: without its address, which differs between pytest's processes."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))[:40]
+
+
 @pytest.mark.parametrize("build", [generate_request, complete_request])
-@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS, ids=lambda value: repr(value)[:30])
+@pytest.mark.parametrize(("name", "value"), WRONG_OPTIONS, ids=shown)
 def test_a_wrong_type_names_its_option(name: str, value: Any, build: Callable[..., Any]) -> None:
     options: Any = {name: value}
     with pytest.raises(TypeError, match=rf"^{name} must be .*, not {type(value).__name__}"):
@@ -124,7 +130,7 @@ WRONG_PROMPTS: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("prompt", "named"), WRONG_PROMPTS, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(("prompt", "named"), WRONG_PROMPTS, ids=shown)
 def test_a_wrong_prompt_says_what_is_wrong(prompt: Any, named: str) -> None:
     for build in (generate_request, complete_request):
         with pytest.raises(TypeError) as caught:
@@ -248,7 +254,7 @@ def test_detokenize_takes_what_is_an_integer() -> None:
         ({"metadata": {"a": "secret\n"}}, ValueError, r"metadata\['a'\]"),
         ({"metadata": {"a": "sécret"}}, ValueError, r"metadata\['a'\]"),
     ],
-    ids=lambda value: repr(value)[:40],
+    ids=shown,
 )
 def test_settings_are_checked_when_a_client_is_made(
     client: Callable[..., object], settings: Any, error: type[Exception], named: str

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import twinplane
 from tests.support.client_callers import Call, asynchronous, blocking
+from tests.support.quick import examples
 from tests.support.scripted_inference import (
     Fail,
     ScriptedInference,
@@ -96,7 +97,7 @@ statuses = st.sampled_from([UNAVAILABLE, BROKEN, Fail(grpc.StatusCode.UNAVAILABL
 def test_cuts_anywhere_are_not_seen(caller: Call) -> None:
     service = Resuming()
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         whole=st.lists(st.tuples(st.sampled_from(["", "a", "é", "🙂b"]), st.integers(0, 99))),
         cuts=st.lists(st.tuples(st.integers(1, 6), statuses), max_size=6),

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.planes import ROOT, free_port, plane_environment
+from tests.support.quick import examples
 from tests.support.tiny_model import write_tiny_model
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from tests.unit.twinplane.cli_process import PATIENCE
@@ -107,7 +108,7 @@ def doctor_refusal(config: WorkerConfig) -> str | None:
 @example(model="architecture", options={})
 @example(model="good", options={"simulate": True, "max_model_len": 99, "simulate_block_count": 2})
 @settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
+from tests.support.quick import examples
 from tests.unit.twinplane.tiny_gguf import HEAD_DIM, HIDDEN, TinyGguf
 from twinplane.models import ConversionUnsupported, ModelInvalid, NoProgress
 from twinplane.models.gguf.conversion import convert_gguf
@@ -376,7 +377,7 @@ def naive_sentence_piece(text: str) -> list[str]:
     return [token for group in fallen for token in group]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.text(alphabet="abc é世", min_size=1, max_size=16))
 def test_sentence_piece_joins_the_best_neighbours_first(text: str) -> None:
     tokenizer = build_tokenizer(sentence_piece())

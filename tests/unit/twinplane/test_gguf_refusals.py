@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.quick import spread
 from tests.unit.twinplane.tiny_gguf import FFN, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, LAYERS, TinyGguf
 from twinplane.models import ConversionUnsupported, ModelInvalid, NoProgress
 from twinplane.models.gguf.conversion import convert_gguf
@@ -44,8 +46,7 @@ def refusal(tiny: TinyGguf, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("value", WRONG_SIZES, ids=str)
-@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize(("key", "value"), spread(product(SIZES, WRONG_SIZES), 33), ids=str)
 def test_a_wrong_size_is_never_a_value(key: str, value: Any, tmp_path: Path) -> None:
     """A large one contradicts the tensors, which are named then."""
     if key == "llama.context_length" and value == 2**32 - 1:

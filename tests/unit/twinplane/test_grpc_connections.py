@@ -90,8 +90,14 @@ def test_the_library_does_not_know_a_name_that_sounds_right(library: bytes) -> N
 def test_every_end_notices_that_the_other_has_vanished(options: tuple[Option, ...]) -> None:
     values = dict(options)
     assert len(values) == len(options), "an option is given twice"
-    assert values["grpc.keepalive_time_ms"] + values["grpc.http2.ping_timeout_ms"] <= 50_000
+    assert values["grpc.keepalive_time_ms"] + values["grpc.http2.ping_timeout_ms"] <= 30_000
     assert values["grpc.keepalive_timeout_ms"] == values["grpc.http2.ping_timeout_ms"]
+
+
+def test_our_clients_notice_soon_and_without_a_call_send_nothing() -> None:
+    values = dict(channel.OPTIONS)
+    assert values["grpc.keepalive_time_ms"] + values["grpc.http2.ping_timeout_ms"] <= 10_000
+    assert "grpc.keepalive_permit_without_calls" not in values
 
 
 def test_our_own_ends_ping_no_faster_than_their_servers_allow() -> None:

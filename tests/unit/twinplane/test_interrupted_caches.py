@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.planes import ROOT, plane_environment
+from tests.support.quick import spread
 from tests.unit.twinplane.tiny_gguf import TinyGguf
 from twinplane.models import CacheUnusable, NoProgress
 from twinplane.models.cache import ModelCache
@@ -45,7 +46,7 @@ def make(folder: Path) -> None:
         (folder / f"part{number}").write_bytes(b"y")
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", spread(range(12), 3))
 def test_a_folder_is_whole_or_not_there(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     cache = ModelCache(tmp_path)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from twinplane.cli.word_wrap import WordWrap
 
 
@@ -112,7 +113,7 @@ CHARACTERS = ("a", "b", "cc", "你", "\U0001f469\u200d\U0001f680", "e\u0301", " 
 WORDS = st.lists(st.sampled_from(CHARACTERS), max_size=60).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=WORDS, columns=st.integers(4, 30), pieces=st.integers(1, 9))
 def test_nothing_is_lost_and_pieces_do_not_matter(text: str, columns: int, pieces: int) -> None:
     lines = shown(text, columns, pieces=pieces)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from worker_service.attention.interface import (
     AttentionConfig,
     BackendType,
@@ -131,7 +132,7 @@ shapes = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(shapes, st.sampled_from([1, 2, 3, 8]), st.integers(0, 2**31), st.data())
 def test_torch_equals_reference(shape: Shape, group: int, seed: int, data: st.DataObject) -> None:
     """Random rows advance by random spans in random company until all are done."""

@@ -121,17 +121,17 @@ def test_holding_and_sampling_equals_inline(numbers: str, folders: dict[str, Pat
         assert rig.rows[row].tokens == prompt + expected[row]
 
 
-def test_all_executors_choose_the_same_tokens(folders: dict[str, Path]) -> None:
-    for folder in folders.values():
-        compiled, torch_, reference = (
-            generate(runner_rig.build(folder, **choice), PROMPTS, COUNT, chunk=30)
-            for choice in (
-                {"executor": "compiled"},
-                {"attention_backend": "torch"},
-                {"attention_backend": "reference"},
-            )
+@pytest.mark.parametrize("name", spread(MODELS, 1))
+def test_all_executors_choose_the_same_tokens(folders: dict[str, Path], name: str) -> None:
+    compiled, torch_, reference = (
+        generate(runner_rig.build(folders[name], **choice), PROMPTS, COUNT, chunk=30)
+        for choice in (
+            {"executor": "compiled"},
+            {"attention_backend": "torch"},
+            {"attention_backend": "reference"},
         )
-        assert compiled == torch_ == reference
+    )
+    assert compiled == torch_ == reference
 
 
 @pytest.mark.parametrize("numbers", ["int8", "bf16-kv"])

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.loaded_decoder import Loaded
+from tests.support.quick import examples
 from tests.support.threaded_ranks import Exchange, ThreadedPeers
 from tests.support.tiny_spec import save_random, tiny_spec, with_head_norms
 from worker_service.attention.interface import LayerAttention
@@ -62,7 +63,7 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
     return config
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(configs(), st.integers(1, 6), st.integers(1, 4), st.booleans())
 def test_the_shares_are_the_whole(
     config: dict[str, Any], tensor: int, pipeline: int, normed: bool
@@ -100,7 +101,9 @@ def test_the_shares_are_the_whole(
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=examples(50),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(configs(), st.sampled_from(LAYOUTS), st.data())
 def test_shares_compute_what_the_whole_does(

@@ -11,6 +11,7 @@ import json
 import random
 import time
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -22,6 +23,7 @@ from control_plane.app import _drain, _replica_settings, text_processor
 from control_plane.observability.metrics import Telemetry
 from control_plane.shell.fleet import Fleet
 from control_plane.text.model_files import load_text_model
+from tests.support.quick import spread
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from twinplane import models
 from twinplane.settings.control import ControlConfig
@@ -103,6 +105,10 @@ def test_what_is_outside_is_refused_in_one_line(plane: str, name: str) -> None:
             assert allowed.minimum <= value <= allowed.maximum
 
 
+# Every second of them has every setting and every kind: three kinds stand side by side.
+STARTS = list(product(numbers(WorkerConfig), ("simulated", "compiled", "torch")))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = save_random(tiny_spec(), tmp_path_factory.mktemp("tiny") / "model")
@@ -110,8 +116,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["simulated", "compiled", "torch"])
-@pytest.mark.parametrize("name", numbers(WorkerConfig))
+@pytest.mark.parametrize(("name", "kind"), spread(STARTS, len(STARTS) // 2))
 def test_a_worker_starts_or_says_why(folder: Path, kind: str, name: str) -> None:
     """`check_start` says what a start says."""
     allowed = numbers(WorkerConfig)[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +62,13 @@ def as_nobody() -> Iterator[None]:
         yield
     finally:
         os.seteuid(0)
+
+
+def let_others_in(folder: Path) -> None:
+    """Opens the folder and pytest's above it: up to four, of which one is a process's own."""
+    for each in (folder, *folder.parents[:4]):
+        if os.geteuid() == 0 and not each.stat().st_mode & stat.S_IXOTH:
+            each.chmod(0o755)
 
 
 def replaced_by_folder(path: Path) -> None:
@@ -134,9 +142,7 @@ def test_a_file_without_permission_says_permission(
     make: Callable[[Path], Path], file: str, mode: int, tmp_path: Path
 ) -> None:
     folder = make(tmp_path / "m")
-    for parent in (*tmp_path.parents, tmp_path, folder):
-        if parent.stat().st_uid == os.geteuid() and parent.is_relative_to(tmp_path.parents[1]):
-            parent.chmod(0o755)
+    let_others_in(folder)
     for path in folder.iterdir():
         path.chmod(0o644)
     (folder / file).chmod(mode)
@@ -162,9 +168,7 @@ def test_a_gguf_file_without_permission_says_permission(
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
     file.chmod(0o000)
-    tmp_path.chmod(0o755)
-    tmp_path.parent.chmod(0o755)
-    tmp_path.parents[1].chmod(0o755)
+    let_others_in(tmp_path)
     with as_nobody(), pytest.raises(ModelInvalid, match=r"m\.gguf cannot be read.*permission"):
         models.resolve(str(file))
 

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support import runner_rig
+from tests.support.quick import examples
 from tests.support.runner_rig import options
 from tests.support.tiny_spec import TINY_CONFIG, save_random, tiny_spec
 from tests.unit.twinplane.tiny_gguf import TinyGguf
@@ -85,7 +86,7 @@ def run_largest_step(runner: ModelRunner) -> None:
 
 
 @given(config=configs(), name=st.sampled_from(sorted(FORMATS)), rows=st.sampled_from((1, 16)))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_load_takes_what_was_planned(
     tmp_path_factory: pytest.TempPathFactory, config: Config, name: str, rows: int
 ) -> None:

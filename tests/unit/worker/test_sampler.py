@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.quick import examples
 from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.sampling.drawing import _Rows as Rows
 from worker_service.sampling.masks import MaskBatch
@@ -86,7 +87,7 @@ parameter_rows = st.tuples(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(st.lists(parameter_rows, min_size=1, max_size=6), st.data())
 def test_equals_a_row_by_row_sampler(rows: list[Parameters], data: st.DataObject) -> None:
     width = data.draw(st.integers(2, 40))
