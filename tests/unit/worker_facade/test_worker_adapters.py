@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import safetensors
 
 from tests.support.simulated_tokens import expected_tokens
 from tests.support.worker_rig import (
@@ -43,11 +44,11 @@ Requests = list[adapters_pb2.LoadAdapterRequest]
 
 
 @asynccontextmanager
-async def worker(slots: int = SLOTS) -> AsyncIterator[Rig]:
+async def worker(slots: int = SLOTS, root: Path | None = None) -> AsyncIterator[Rig]:
     """A claimed worker with slots for adapters up to rank 4."""
     limits = AdapterLimits(slots, 4)
     async with serving(
-        build=lambda: simulated_runner(replace(MODEL, adapter_limits=limits))
+        build=lambda: simulated_runner(replace(MODEL, adapter_limits=limits)), weights_root=root
     ) as rig:
         await rig.attach()
         yield rig
@@ -320,6 +321,33 @@ async def test_nothing_is_read_from_disk_unless_the_operator_says_where(tmp_path
         )
         refused = await refusal(load(rig, [adapters_pb2.LoadAdapterRequest(update=update)]))
         assert refused.field == "update.disk.path" and "--weights-root" in refused.message
+
+
+async def test_a_folder_and_a_stream_of_the_same_adapter_have_one_digest(tmp_path: Path) -> None:
+    requests = streamed(1)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "adapter_config.json").write_text(CONFIG)
+    (tmp_path / "mine" / "adapter_model.safetensors").write_bytes(
+        safetensors.serialize(
+            {
+                described.name: {
+                    "dtype": "float32",
+                    "shape": list(described.shape),
+                    "data": b"".join(
+                        each.chunk.data for each in requests[1:] if each.chunk.tensor_index == index
+                    ),
+                }
+                for index, described in enumerate(requests[0].update.stream.tensors)
+            }
+        )
+    )
+    async with worker(root=tmp_path) as rig:
+        update = adapters_pb2.AdapterUpdate(
+            epoch=1, slot=2, disk=weights_pb2.DiskSource(path="mine")
+        )
+        digest = await load(rig, [adapters_pb2.LoadAdapterRequest(update=update)])
+        assert digest == await load(rig, requests)
+        assert await held(rig) == {1: digest, 2: digest}
 
 
 async def test_a_claim_fences_the_loads_of_the_one_before() -> None:
