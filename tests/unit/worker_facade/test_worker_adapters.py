@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import safetensors
+from safetensors.numpy import save_file
 
 from tests.support.simulated_tokens import expected_tokens
 from tests.support.worker_rig import (
@@ -327,20 +327,12 @@ async def test_a_folder_and_a_stream_of_the_same_adapter_have_one_digest(tmp_pat
     requests = streamed(1)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "adapter_config.json").write_text(CONFIG)
-    (tmp_path / "mine" / "adapter_model.safetensors").write_bytes(
-        safetensors.serialize(
-            {
-                described.name: {
-                    "dtype": "float32",
-                    "shape": list(described.shape),
-                    "data": b"".join(
-                        each.chunk.data for each in requests[1:] if each.chunk.tensor_index == index
-                    ),
-                }
-                for index, described in enumerate(requests[0].update.stream.tensors)
-            }
-        )
-    )
+    tensors = {}
+    for index, described in enumerate(requests[0].update.stream.tensors):
+        chunks = [each.chunk.data for each in requests if each.chunk.tensor_index == index]
+        data = b"".join(chunks[1:] if index == 0 else chunks)  # the first message has no chunk
+        tensors[described.name] = np.frombuffer(data, "<f4").reshape(described.shape)
+    save_file(tensors, tmp_path / "mine" / "adapter_model.safetensors")
     async with worker(root=tmp_path) as rig:
         update = adapters_pb2.AdapterUpdate(
             epoch=1, slot=2, disk=weights_pb2.DiskSource(path="mine")
