@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runner_rig import build
-from tests.support.weight_updates import tensors_in, two_models
+from tests.support.weight_updates import build, tensors_in, two_models
 from worker_service.domain.errors import WorkerError
 from worker_service.domain.weights import TensorChunk, TensorDescription, WeightsUpdate
 from worker_service.runner import preparation

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.runner_rig import RunnerRig, build, generate
+from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import PROMPTS
-from tests.support.weight_updates import chunks, from_disk, streamed, tensors_in, two_models
+from tests.support.weight_updates import build, chunks, from_disk, streamed, tensors_in, two_models
 from worker_service.domain.errors import UpdateInvalid, WeightVersionMismatch, WorkerError
 from worker_service.domain.weights import Placement, TensorChunk, WeightsUpdate
 from worker_service.facade import WorkerFacade

@@ -22,9 +22,10 @@ from tests.support.refused_updates import (
     serve,
     without,
 )
-from tests.support.runner_rig import build, generate
+from tests.support.runner_rig import generate
 from tests.support.tiny_llama import PROMPTS
 from tests.support.weight_updates import (
+    build,
     chunks,
     described,
     from_disk,

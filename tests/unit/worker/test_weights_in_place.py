@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.support.runner_rig import RunnerRig, build, generate
+from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import PROMPTS
 from tests.support.weight_updates import (
+    build,
     from_disk,
     prepare,
     streamed,
