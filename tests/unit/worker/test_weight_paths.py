@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -200,3 +202,54 @@ def test_links_inside_the_root_may_be_followed(served: Served) -> None:
     (folder / "model.safetensors").rename(served.root / "blob")
     (folder / "model.safetensors").symlink_to("../blob")
     prepare(served.runner, from_disk("hub")).drop()
+
+
+# --- files that change while they are read --------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 3)
+
+
+def rewritten(path: Path) -> None:
+    """Other numbers, in the same place and of the same size."""
+    data = bytearray(path.read_bytes())
+    data[-8:] = bytes(8)
+    path.write_bytes(data)
+
+
+def replaced(path: Path) -> None:
+    tensors = {name: each + 1 for name, each in tensors_in(path.parent).items()}
+    save_file(tensors, path.with_name("x"), {"format": "pt"})
+    path.with_name("x").replace(path)
+
+
+@pytest.mark.parametrize("change", [cut, rewritten, replaced])
+@pytest.mark.parametrize("at", range(3, 60, 8))
+@pytest.mark.parametrize("placement", [Placement.BESIDE, Placement.IN_PLACE], ids=str)
+def test_files_that_change_while_they_are_read(
+    served: Served, change: Callable[[Path], None], at: int, placement: Placement
+) -> None:
+    """After so many pieces of work. A file that is cut off would end the process if it were
+    mapped; whatever comes of it, what was prepared is what its digest says."""
+    folder = copied(served, "changing")
+    path, pieces = folder / "model.safetensors", itertools.count()
+
+    def is_cancelled() -> bool:
+        if next(pieces) == at:
+            change(path)
+        return False
+
+    made = served.runner.begin_update(from_disk(folder, placement=placement), is_cancelled)
+    try:
+        made.finish()
+    except UpdateInvalid as refused:
+        assert "chang" in str(refused) or "safetensors" in str(refused)
+    else:
+        assert next(pieces) <= at + 1, "it was not noticed"
+    made.close()
+    del made
+    gc.collect()
+    assert not served.made
+    assert served.runner.memory_pool().prepared_bytes == 0
