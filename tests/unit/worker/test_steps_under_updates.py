@@ -14,9 +14,15 @@ import torch
 from tests.support.runner_rig import RunnerRig, generate
 from tests.support.tiny_llama import PROMPTS
 from tests.support.weight_updates import build, chunks, from_disk, streamed, tensors_in, two_models
-from worker_service.domain.errors import UpdateInvalid, WeightVersionMismatch, WorkerError
+from worker_service.domain.errors import (
+    RunnerFailed,
+    UpdateInvalid,
+    WeightVersionMismatch,
+    WorkerError,
+)
 from worker_service.domain.weights import Placement, TensorChunk, WeightsUpdate
 from worker_service.facade import WorkerFacade
+from worker_service.lifecycle import LifecycleState
 from worker_service.runner.model_runner import ModelRunner
 
 COUNT = 40
@@ -130,3 +136,47 @@ async def test_a_commit_keeps_the_rows_and_changes_the_weights(
     await facade.attach(2, "test", 1, 1)
     await facade.close()
     assert generate(runner, PROMPTS, 10) == expected
+
+
+async def test_a_worker_without_any_weights_ends(tmp_path: Path) -> None:
+    """A commit in place has failed, and so has the load of the weights before it."""
+    old, new = two_models(tmp_path)
+    runner = build(old, executor="torch", weights_root=tmp_path)
+    facade = WorkerFacade(lambda: runner, worker_id="w", incarnation_id="i")
+    await facade.load()
+    await facade.attach(1, "test", 1, 1)
+    update = from_disk("new", placement=Placement.IN_PLACE)
+    prepared = await facade.updates.prepare(1, update, chunks_of({}))
+    for folder in (old, new):
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(RunnerFailed, match=r"its weights are lost: .*has neither"):
+        await facade.updates.commit(1, "u", prepared.digest)
+    assert facade.lifecycle.state is LifecycleState.BROKEN
+    assert "its weights are lost" in facade.broken_by
+    await facade.close()
+
+
+async def test_a_commit_in_place_that_fails_is_told_and_the_worker_serves_on(
+    tmp_path: Path,
+) -> None:
+    old, new = two_models(tmp_path)
+    expected = generate(build(old, executor="torch"), PROMPTS, 6)
+    runner = build(old, executor="torch", weights_root=tmp_path)
+    facade = WorkerFacade(lambda: runner, worker_id="w", incarnation_id="i")
+    await facade.load()
+    streams = Streams(runner, facade)
+    await facade.attach(1, "test", 1, 1)
+    for _ in range(3):
+        await streams.step()
+    update = from_disk("new", placement=Placement.IN_PLACE)
+    prepared = await facade.updates.prepare(1, update, chunks_of({}))
+    (new / "model.safetensors").unlink()
+    for _ in range(2):  # the same again gets the same answer
+        with pytest.raises(UpdateInvalid, match="has neither"):
+            await facade.updates.commit(1, "u", prepared.digest)
+    assert facade.updates.prepared is None
+    assert facade.lifecycle.state is LifecycleState.ACTIVE
+    for _ in range(3):
+        await streams.step()
+    assert list(streams.outputs.values()) == expected
+    await facade.close()
