@@ -70,8 +70,8 @@ def main() -> None:
             address = f"127.0.0.1:{free_port()}"
             port = address.rpartition(":")[2]
             model = ("--model", options.model, "--device", "cpu", "--dtype", "float32")
-            flags = ("--port", port, *model, "--executor", "torch", *arguments)
-            stack.enter_context(worker_process(address, *flags))
+            arguments_of_one = ("--port", port, *model, "--executor", "torch", *arguments)
+            stack.enter_context(worker_process(address, *arguments_of_one))
             return address
 
         one = started("--threads", str(STAGES))
