@@ -320,7 +320,7 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
     finished = _counter("requests_finished", "Requests by how they ended.", "reason")
     tokens = _counter("tokens", "Tokens by kind.", "kind")
     by_weights = _counter(
-        "weights_tokens", "Generated tokens, by the last weights that made them.", "weights"
+        "weights_tokens", "Tokens handed out, by the last weights that made them.", "weights"
     )
     for number, replica in replicas.items():
         stats = replica.stats() or _NOTHING

@@ -137,8 +137,7 @@ class ReplicaWeights:
         self._prepared = None
         interlude, self._pipeline.interlude = self._pipeline.interlude, None
         if interlude is not None:
-            interlude.fail(WorkerLost("the claim has ended"))
-            self._metrics.weights_exchanged("lost", 0.0)
+            interlude.fail(WorkerLost("the claim has ended, and perhaps behind the commit"))
 
     def look(self) -> None:
         """Which weights answer may have changed."""
@@ -196,6 +195,9 @@ class ReplicaWeights:
             version = await self._between_steps(Interlude(policy, commit))
         except WorkerRefused:
             self._metrics.weights_exchanged("refused", 0.0)
+            raise
+        except WorkerLost:
+            self._metrics.weights_exchanged("lost", 0.0)
             raise
         _logger.info(
             "weights exchanged",
