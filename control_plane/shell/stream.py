@@ -133,7 +133,10 @@ class TokenStream:
         """Ends it where it begins: what the request resumes from has reached its end."""
         usage = Usage(len(request.prompt_token_ids), 0, end.count)
         changed = self._origin is not None and self._origin.arithmetic_changed
-        finish = Finish(end.reason, usage, end.stop_token_id, arithmetic_changed=changed)
+        spans = () if request.resumed is None else request.resumed.made_by()
+        finish = Finish(
+            end.reason, usage, end.stop_token_id, arithmetic_changed=changed, spans=spans
+        )
         self.account = Account(end.reason, usage, 0.0, None, now - request.arrival)
         self.push(Tokens([]), finish)
 

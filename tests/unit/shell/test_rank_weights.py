@@ -39,7 +39,7 @@ class FakeRank:
 
     index: int
     size: int = 3
-    version: WeightVersion = WeightVersion(1, OLD)
+    version: WeightVersion = field(default_factory=lambda: WeightVersion(1, OLD))
     prepared: PreparedUpdate | None = None
     makes: str = NEW
     """The digest of what it prepares."""
