@@ -60,6 +60,8 @@ class Spool:
 
     def __init__(self, source: SpooledSource) -> None:
         """Opens it and reads its header. Raises SpoolUnusable."""
+        self._reading = asyncio.Lock()
+        self._is_open = True
         try:
             self._file = os.open(source.path, os.O_RDONLY)
         except OSError as error:
@@ -70,9 +72,11 @@ class Spool:
             os.close(self._file)
             raise SpoolUnusable(f"{source.path} is no spool of weights: {error}") from error
 
-    def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
+    async def close(self) -> None:
+        """Closes the file, once nobody reads it; `chunks` end then."""
+        async with self._reading:
+            self._is_open = False
+            os.close(self._file)
 
     async def chunks(self) -> AsyncIterator[weights_pb2.TensorChunk]:
         """The bytes of all tensors, in order."""
@@ -80,7 +84,10 @@ class Spool:
             for offset in range(0, size, CHUNK_BYTES):
                 count = min(CHUNK_BYTES, size - offset)
                 position = self._start + start + offset
-                data = await asyncio.to_thread(os.pread, self._file, count, position)
+                async with self._reading:  # gRPC reads on for a moment when a call is over
+                    if not self._is_open:
+                        return
+                    data = await asyncio.to_thread(os.pread, self._file, count, position)
                 if len(data) != count:
                     raise SpoolUnusable(f"{tensor.name} ends early")
                 yield weights_pb2.TensorChunk(tensor_index=index, offset=offset, data=data)
@@ -119,21 +126,34 @@ async def prepare(stub: Any, epoch: int, update: WeightsUpdate) -> PreparedWeigh
     spool = None
     if isinstance(update.source, SpooledSource):
         spool = await asyncio.to_thread(Spool, update.source)
+    troubles: list[SpoolUnusable] = []
+    message = update_to_pb(epoch, update, spool)
     try:
-        answer = await stub.PrepareWeights(_messages(update_to_pb(epoch, update, spool), spool))
+        answer = await stub.PrepareWeights(_messages(message, spool, troubles))
+    except asyncio.CancelledError:
+        # gRPC cancels a call whose messages can't be made, and does not say why.
+        task = asyncio.current_task()
+        if troubles and not (task is not None and task.cancelling()):
+            raise troubles[0] from None
+        raise
     finally:
         if spool is not None:
-            spool.close()
+            await spool.close()
     return prepared_from_pb(answer.prepared)
 
 
 async def _messages(
-    update: weights_pb2.WeightsUpdate, spool: Spool | None
+    update: weights_pb2.WeightsUpdate, spool: Spool | None, troubles: list[SpoolUnusable]
 ) -> AsyncIterator[weights_pb2.PrepareWeightsRequest]:
+    """The update and a spool's chunks. What is wrong with the spool goes to `troubles`, too."""
     yield weights_pb2.PrepareWeightsRequest(update=update)
     if spool is not None:
-        async for chunk in spool.chunks():
-            yield weights_pb2.PrepareWeightsRequest(chunk=chunk)
+        try:
+            async for chunk in spool.chunks():
+                yield weights_pb2.PrepareWeightsRequest(chunk=chunk)
+        except SpoolUnusable as error:
+            troubles.append(error)
+            raise
 
 
 def update_to_pb(
