@@ -136,8 +136,8 @@ MUTANTS = (
     Mutant(
         "tokens-of-nobody",
         "switch.py",
-        "        sequence.credited(ledger.weight_version)\n",
-        "",
+        "sequence.credited(ledger.weight_version)",
+        "pass",
     ),
     Mutant(
         "starts-without-room-to-grow",
