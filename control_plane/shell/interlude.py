@@ -11,7 +11,7 @@ from control_plane.core.events import SequenceOutput
 from control_plane.core.plan import WeightVersion
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.weights import InFlightPolicy
-from control_plane.shell.ports import RefusalReason, WorkerRefused
+from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
 
 HARMLESS = frozenset(
     {
@@ -39,6 +39,8 @@ class Interlude:
         self._commit = commit
         self._changes = changes
         self._closed: Scheduler | None = None
+        self.trouble = "the claim has ended"
+        """Why its outcome is not known, if it is never."""
         self.has_begun = False
         """Whether it can't be called off any more."""
         self.outcome: asyncio.Future[WeightVersion] = asyncio.get_running_loop().create_future()
@@ -58,9 +60,13 @@ class Interlude:
             version = await self._commit()
         except WorkerRefused as error:
             if error.reason not in HARMLESS:
+                self.trouble = str(error)
                 raise
             self.fail(error)
             return []
+        except (WorkerLost, WorkerUnusable) as error:
+            self.trouble = str(error)
+            raise
         outputs: list[SequenceOutput] = []
         if self._changes:
             policy = self._policy

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from control_plane.core.events import FinishReason
+from control_plane.core.request import Origin, Resumed
 from control_plane.core.spans import WeightsSpan
 from control_plane.core.weights import DiskSource, InFlightPolicy, PreparedWeights, WeightsUpdate
-from control_plane.shell.engine import EngineLost, EnginePaused, WeightsChanged
+from control_plane.shell.engine import CannotResume, EngineLost, EnginePaused, WeightsChanged
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
 from control_plane.shell.replica import Replica
 from tests.simulation.fake_worker import (
@@ -413,6 +414,84 @@ def test_a_fleet_pauses_and_goes_on(policy: InFlightPolicy, refuses: bool) -> No
                     assert answer.tokens == expected_tokens(PROMPTS[number], COUNT)
                     assert answer.finish.spans == (WeightsSpan(COUNT, WEIGHTS),)
             assert late.tokens == expected_tokens(PROMPTS[0], COUNT)
+            nothing_is_held(rig)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("policy", [CONTINUE, KEEP, ABORT])
+def test_weights_are_exchanged_while_all_is_paused(policy: InFlightPolicy) -> None:
+    """As trainers do it: pause, update, go on."""
+
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, [fake(), fake()]) as rig:
+            digests = {WEIGHTS, digest_at("new")}
+            rig.fleet.weights.served.serve(digests, continues=policy is not ABORT)
+            answers = [rig.submit(request(f"r{n}", PROMPTS[n], COUNT)) for n in range(8)]
+            await until(lambda: all(len(answer.tokens) >= 5 for answer in answers))
+            await rig.fleet.weights.pause()
+            for replica in rig.fleet.replicas:
+                await exchanged(replica, "new", policy)
+            await asyncio.sleep(1.0)
+            assert not any(rig.stats(number).inflight for number in range(2))
+            rig.fleet.weights.resume()
+            await rig.settled(*answers)
+            for number, answer in enumerate(answers):
+                assert answer.finish is not None
+                if policy is ABORT:
+                    assert answer.finish.reason is FinishReason.WEIGHTS_CHANGED
+                else:
+                    checked(rig, number, answer, digests)
+                    assert len(answer.finish.spans) == 2
+            nothing_is_held(rig)
+
+    run_virtual(main)
+
+
+def test_a_worker_that_never_commits_is_lost() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        worker = fake()
+        async with running(loop, worker) as rig:
+            [replica] = rig.fleet.replicas
+            answer = rig.submit(request("r", PROMPTS[0], COUNT))
+            await until(lambda: len(answer.tokens) >= 5)
+            prepared = await replica.weights.prepare(update("new"))
+            worker.commit_seconds = 1e6
+            with pytest.raises(WorkerLost, match="60 s"):
+                await replica.weights.switch(prepared.update_id, prepared.digest, KEEP)
+            await rig.settled(answer)
+            assert answer.tokens == expected_tokens(PROMPTS[0], COUNT)
+            nothing_is_held(rig)
+
+    run_virtual(main)
+
+
+@pytest.mark.parametrize("continues", [False, True])
+@pytest.mark.parametrize("digest", [WEIGHTS, digest_at("new"), "c" * 64])
+def test_tokens_of_other_weights_are_resumed_where_the_policy_lets_them(
+    continues: bool, digest: str
+) -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, fake()) as rig:
+            [replica] = rig.fleet.replicas
+            rig.fleet.weights.served.serve([WEIGHTS, digest_at("new")], continues=continues)
+            await exchanged(replica, "new", CONTINUE)
+            begun = expected_tokens(PROMPTS[0], 5, digest=digest)
+            origin = Origin(digest, "", weights_name="n", kv_of_other_weights=True)
+            resumed = Resumed(begun, origin)
+            asked = replace(request("r", PROMPTS[0], COUNT), resumed=resumed)
+            if not continues and digest != digest_at("new"):
+                with pytest.raises(CannotResume, match="weights"):
+                    rig.submit(asked)
+                return
+            answer = rig.submit(asked)
+            await rig.settled(answer)
+            assert answer.finish is not None
+            spans = answer.finish.spans
+            new = WeightsSpan(COUNT - 5, digest_at("new"))
+            assert spans == (WeightsSpan(5, digest, "n", kv_of_other_weights=True), new)
+            right = expected_tokens([*PROMPTS[0], *begun], COUNT - 5, digest=digest_at("new"))
+            assert answer.tokens == right
             nothing_is_held(rig)
 
     run_virtual(main)
