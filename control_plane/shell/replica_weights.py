@@ -98,6 +98,8 @@ class ReplicaWeights:
         self._beside = ""
         """The update that was prepared beside the live weights, here and last."""
         self._is_paused = False
+        self._pausing: Interlude | None = None
+        """What is to pause it, or has."""
 
     # --- how it stands ------------------------------------------------------------------------
 
@@ -245,11 +247,15 @@ class ReplicaWeights:
             return version
 
         changes = policy is not InFlightPolicy.KEEP_KV
-        await self._between_steps(Interlude(policy, stop, changes=changes))
+        self._pausing = Interlude(policy, stop, changes=changes)
+        await self._between_steps(self._pausing)
 
     def resume(self) -> None:
-        """Goes on. Idempotent."""
+        """Goes on; a pause that was still to come does not. Idempotent."""
         self._is_paused = False
+        if self._pausing is not None and not self._pausing.has_begun:
+            self._call_off(self._pausing)
+        self._pausing = None
         self.look()
 
     # --- how that is done ---------------------------------------------------------------------
@@ -296,11 +302,15 @@ class ReplicaWeights:
         try:
             return await asyncio.shield(interlude.outcome)
         except asyncio.CancelledError:
-            if self._pipeline.interlude is interlude and not interlude.has_begun:
-                self._pipeline.interlude = None
-                interlude.fail(WorkerLost("it was called off"))
-                self._pipeline.wake()
+            if not interlude.has_begun:
+                self._call_off(interlude)
             raise
+
+    def _call_off(self, interlude: Interlude) -> None:
+        if self._pipeline.interlude is interlude:
+            self._pipeline.interlude = None
+        interlude.fail(WorkerLost("it was called off"))
+        self._pipeline.wake()
 
     async def _in_claim(self, call: Coroutine[Any, Any, T]) -> T:
         """The outcome of a call to the worker, or WorkerLost when the claim ends before."""

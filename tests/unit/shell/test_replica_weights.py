@@ -419,6 +419,25 @@ def test_a_fleet_pauses_and_goes_on(policy: InFlightPolicy, refuses: bool) -> No
     run_virtual(main)
 
 
+def test_a_pause_that_waits_is_called_off_by_whoever_goes_on() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, [fake(), fake()]) as rig:
+            answers = [rig.submit(request(f"r{n}", PROMPTS[n], COUNT)) for n in range(8)]
+            await until(lambda: all(len(answer.tokens) >= 2 for answer in answers))
+            pausing = asyncio.create_task(rig.fleet.weights.pause(FINISH))
+            await asyncio.sleep(0.05)
+            late = rig.submit(request("late", PROMPTS[0], COUNT))
+            assert not pausing.done()
+            rig.fleet.weights.resume()
+            await pausing
+            await rig.settled(late, *answers)
+            assert not any(r.weights.observed().is_paused for r in rig.fleet.replicas)
+            assert late.tokens == expected_tokens(PROMPTS[0], COUNT)
+            nothing_is_held(rig)
+
+    run_virtual(main)
+
+
 @pytest.mark.parametrize("policy", [CONTINUE, KEEP, ABORT])
 def test_weights_are_exchanged_while_all_is_paused(policy: InFlightPolicy) -> None:
     """As trainers do it: pause, update, go on."""
