@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from types import MappingProxyType
 from typing import Any, assert_never
 
+import grpc
 from google.protobuf.duration_pb2 import Duration
 
 from control_plane.core.weights import (
@@ -27,6 +28,9 @@ from control_plane.core.weights import (
 from twinplane.worker.v1 import weights_pb2
 
 CHUNK_BYTES = 1024 * 1024
+_ATTEMPTS = 5
+_UNSENT = "execute_batch"
+"""What the library says of a message that it could not send, in place of the status."""
 _MAX_HEADER_BYTES = 100 * 1024 * 1024
 _LENGTH_BYTES = 8
 
@@ -122,7 +126,21 @@ def _header(
 
 
 async def prepare(stub: Any, epoch: int, update: WeightsUpdate) -> PreparedWeights:
-    """Sends an update and, of a spool, its tensors. Raises AioRpcError or SpoolUnusable."""
+    """Sends an update and, of a spool, its tensors. Raises AioRpcError or SpoolUnusable.
+
+    A worker may refuse an update while its tensors come. gRPC then loses the worker's reason, when
+    a message was on its way just then: so the update is sent again, and refused again.
+    """
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return await _prepare(stub, epoch, update)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.INTERNAL or _UNSENT not in str(error):
+                raise
+    return await _prepare(stub, epoch, update)
+
+
+async def _prepare(stub: Any, epoch: int, update: WeightsUpdate) -> PreparedWeights:
     spool = None
     if isinstance(update.source, SpooledSource):
         spool = await asyncio.to_thread(Spool, update.source)

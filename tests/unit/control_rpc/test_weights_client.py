@@ -349,3 +349,21 @@ async def test_two_replicas_are_updated_again_and_again_under_streams(
         finally:
             running.cancel()
             await asyncio.wait([running])
+
+
+async def test_a_refusal_in_the_midst_of_a_large_spool_is_told_each_time(tmp_path: Path) -> None:
+    """Though gRPC may lose its reason when a chunk is on its way."""
+    tensors: Tensors = [
+        (f"t{number}", "F32", (2**18,), bytes([number]) * 2**20) for number in range(12)
+    ]
+    source = spooled(tmp_path / "w.safetensors", tensors, random.Random(1))
+    wrong = tuple((name, b"x" * 32 if name == "t3" else digest) for name, digest in source.sha256)
+    async with serving() as rig:
+        worker = GrpcWorker(rig.address, controller_id="test")
+        await worker.attach()
+        for _ in range(12):
+            with pytest.raises(WorkerRefused) as refused:
+                await worker.prepare(WeightsUpdate("u", replace(source, sha256=wrong)))
+            assert refused.value.reason is RefusalReason.INVALID_UPDATE
+        await worker.prepare(WeightsUpdate("u", source))
+        await worker.detach()
