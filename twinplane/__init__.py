@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from twinplane.client.values import (
         Delta,
         FinishReason,
+        GenerationOrigin,
         GenerationResult,
         Health,
         Message,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         ServingWorker,
         TlsCredentials,
         Usage,
+        WeightsSpan,
         WeightVersion,
         WorkerState,
     )
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
         TwinplaneError,
         Unavailable,
         Violation,
+        WeightsChanged,
         WrongServer,
     )
 
@@ -59,6 +62,7 @@ __all__ = [
     "FinishReason",
     "GenerateOptions",
     "Generation",
+    "GenerationOrigin",
     "GenerationResult",
     "Health",
     "InternalError",
@@ -80,6 +84,8 @@ __all__ = [
     "Usage",
     "Violation",
     "WeightVersion",
+    "WeightsChanged",
+    "WeightsSpan",
     "WorkerState",
     "WrongServer",
     "__version__",
@@ -93,6 +99,7 @@ _HOMES = {
     "twinplane.client.values": (
         "Delta",
         "FinishReason",
+        "GenerationOrigin",
         "GenerationResult",
         "Health",
         "Message",
@@ -104,6 +111,7 @@ _HOMES = {
         "TlsCredentials",
         "Usage",
         "WeightVersion",
+        "WeightsSpan",
         "WorkerState",
     ),
     "twinplane.errors": (
@@ -119,6 +127,7 @@ _HOMES = {
         "TwinplaneError",
         "Unavailable",
         "Violation",
+        "WeightsChanged",
         "WrongServer",
     ),
 }

@@ -5,6 +5,7 @@ TwinplaneError
 ├── ModelNotFound       no model of this name is served
 ├── Overloaded          too much is asked for: try again after `retry_after` seconds
 ├── Unavailable         the server can't be reached, starts, or drains
+├── WeightsChanged      the weights were exchanged, and the generation was not to go on: ask again
 ├── DeadlineExceeded    the time the caller allowed has passed
 ├── Cancelled           the call was cancelled, here or by the server
 ├── WrongServer         what answers at the address is no control plane, or lacks the RPC
@@ -79,6 +80,11 @@ class Overloaded(TwinplaneError):
 
 class Unavailable(TwinplaneError):
     """No server answers, or it answers that it does not serve now."""
+
+
+class WeightsChanged(TwinplaneError):
+    """The server's weights were exchanged, and its operator chose to end what the old ones had
+    begun. The same request is answered by the new ones."""
 
 
 class DeadlineExceeded(TwinplaneError):

@@ -135,7 +135,7 @@ class Ledger:
             watched=scanner is not None or request.output is OutputKind.HOLD,
         )
         if resumed is not None:
-            sequence.spans = resumed.spans
+            sequence.spans = resumed.made_by()
             if (origin := resumed.origin) is not None:
                 sequence.arithmetic_changed = origin.arithmetic_changed
         self.counters.submitted += 1

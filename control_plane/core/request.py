@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NewType, Protocol
 
-from control_plane.core.spans import Spans
+from control_plane.core.spans import Spans, WeightsSpan, extended
 
 RequestId = NewType("RequestId", str)
 SequenceId = NewType("SequenceId", int)
@@ -96,6 +96,19 @@ class Resumed:
     """None: the client vouches for it."""
     spans: Spans = ()
     """Of all the tokens, or empty: then the origin is that of all of them."""
+
+    def made_by(self) -> Spans:
+        """Which weights made which of the tokens, as far as that is known."""
+        if self.spans:
+            return self.spans
+        origin = self.origin or Origin("", "")
+        span = WeightsSpan(
+            len(self.token_ids),
+            origin.weights_digest,
+            origin.weights_name,
+            origin.kv_of_other_weights,
+        )
+        return extended((), span)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ class Placement(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """A tensor without its numbers. `data_type` is float32, bfloat16 or float16; `sha256` has 32
-    bytes, or none: not checked."""
+    """A tensor without its numbers. `data_type` is float64, float32, bfloat16 or float16; `sha256`
+    has 32 bytes, or none: not checked."""
 
     name: str
     data_type: str
@@ -47,14 +47,17 @@ class DiskSource:
 
 @dataclass(frozen=True, slots=True)
 class SpooledSource:
-    """A safetensors file that the control plane keeps, and streams to each worker."""
+    """A safetensors file that the control plane keeps, and streams to each worker. `sha256` are
+    digests of its tensors' bytes by their names; workers check those that are there."""
 
     path: str
+    sha256: tuple[tuple[str, bytes], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class DistributedSource:
-    """A torch.distributed group. The workers take the ranks from `first_rank` on."""
+    """A torch.distributed group. The workers take the ranks from `first_rank` on. `backend` is
+    gloo or nccl."""
 
     address: str
     world_size: int

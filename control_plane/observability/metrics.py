@@ -320,7 +320,7 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
     finished = _counter("requests_finished", "Requests by how they ended.", "reason")
     tokens = _counter("tokens", "Tokens by kind.", "kind")
     by_weights = _counter(
-        "weights_tokens", "Generated tokens, by the last weights that made them.", "weights"
+        "weights_tokens", "Tokens handed out, by the last weights that made them.", "weights"
     )
     for number, replica in replicas.items():
         stats = replica.stats() or _NOTHING
@@ -334,7 +334,7 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
         submitted.add_metric((number,), stats.submitted)
         for reason, count in stats.finished.items():
             finished.add_metric((number, reason.value), count)
-        for label, count in stats.generated_by_weights.items():
+        for label, count in (stats.generated_by_weights or {"": 0}).items():
             by_weights.add_metric((number, label), count)
         tokens.add_metric((number, "prompt_computed"), stats.prompt_tokens)
         tokens.add_metric((number, "prompt_cached"), stats.cached_prompt_tokens)

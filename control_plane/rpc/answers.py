@@ -87,18 +87,22 @@ def deltas(delta: Delta, prompt_digest: bytes = b"") -> Iterator[inference_pb2.G
     No text comes before its tokens: whoever has some of the messages can go on behind them.
     """
     text, token_ids = delta.text, delta.tokens.ids
-    token_parts = -(-len(token_ids) // _MAX_DELTA_TOKENS)
+    told = {index: origin for index, origin in delta.seams if index < len(token_ids)}
+    if delta.origin is not None:
+        told[0] = delta.origin
+    starts = sorted({*told, *range(0, len(token_ids), _MAX_DELTA_TOKENS)})
     text_parts = -(-len(text) // _MAX_DELTA_CHARACTERS)
-    first_text = max(token_parts - 1, 0)
-    for part in range(max(token_parts, first_text + text_parts)):
-        tokens = part * _MAX_DELTA_TOKENS
+    first_text = max(len(starts) - 1, 0)
+    for part in range(max(len(starts), first_text + text_parts)):
+        start = starts[part] if part < len(starts) else len(token_ids)
+        end = starts[part + 1] if part + 1 < len(starts) else len(token_ids)
         characters = max(part - first_text, 0) * _MAX_DELTA_CHARACTERS
         text_end = characters + _MAX_DELTA_CHARACTERS if part >= first_text else 0
         message = inference_pb2.GenerationDelta(
-            text=text[characters:text_end], token_ids=token_ids[tokens : tokens + _MAX_DELTA_TOKENS]
+            text=text[characters:text_end], token_ids=token_ids[start:end]
         )
-        if part == 0 and delta.origin is not None:
-            message.origin.CopyFrom(_origin(delta.origin, prompt_digest))
+        if (origin := told.get(start)) is not None and part < len(starts):
+            message.origin.CopyFrom(_origin(origin, prompt_digest))
         yield inference_pb2.GenerateResponse(delta=message)
 
 

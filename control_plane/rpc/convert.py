@@ -28,7 +28,13 @@ from control_plane.core.plan import (
 )
 from control_plane.core.request import SamplingParams
 from control_plane.core.tokens import Tokens
-from control_plane.shell.ports import Attachment, MemoryPool, RankCoordinates, WorkerInfo
+from control_plane.shell.ports import (
+    Attachment,
+    MemoryPool,
+    PreparedUpdate,
+    RankCoordinates,
+    WorkerInfo,
+)
 from control_plane.shell.ranks import Rendezvous
 from control_plane.shell.workers import ServingWorker, WorkerState
 from twinplane.common.v1 import types_pb2
@@ -180,6 +186,11 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
             (ranks.data_rank, max(ranks.data_size, 1)),
         ),
         rendezvous_address=info.rendezvous_address,
+        prepared=(
+            PreparedUpdate(info.prepared_update.update_id, info.prepared_update.digest)
+            if info.HasField("prepared_update")
+            else None
+        ),
     )
 
 

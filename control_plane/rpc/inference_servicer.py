@@ -275,4 +275,5 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 generation=version.generation, digest=version.digest
             ),
             default_sampling=default_sampling_to_pb(self._default_sampling),
+            weights_name=version.name,
         )

@@ -13,6 +13,7 @@ from hashlib import blake2b
 
 from control_plane.core.ends import End
 from control_plane.core.request import Origin, Request, Resumed
+from control_plane.core.spans import Spans, WeightsSpan, extended, token_count
 from control_plane.rpc.checker import Checker, in_vocabulary, within_length
 from control_plane.shell.engine import CannotResume, ServedModel
 from control_plane.text.assembler import TextAssembler
@@ -33,11 +34,12 @@ class Resume:
     origin: Origin | None
     prompt_digest: bytes
     text_byte_count: int | None
+    spans: Spans = ()
 
     @property
     def resumed(self) -> Resumed:
         """What the engine is told of it."""
-        return Resumed(self.token_ids, self.origin)
+        return Resumed(self.token_ids, self.origin, self.spans)
 
     def check_prompt(self, digest: bytes) -> None:
         """Raises CannotResume where the prompt's tokens are others than they were."""
@@ -55,6 +57,11 @@ def check_resume(
     """Notes the rules that the message breaks in itself, or with the rest of its request."""
     checker.known_fields(message, "resume.")
     checker.known_fields(message.origin, "resume.origin.")
+    checker.require(
+        message.origin.adapter_digest == "",
+        "resume.origin.adapter_digest",
+        "no adapters are served",
+    )
     count = len(message.token_ids)
     token_ids = array("I")
     if within_length(checker, message.token_ids, "resume.token_ids", model):
@@ -72,7 +79,7 @@ def check_resume(
         "is needed to go on behind tokens: GenerationStarted has told it",
     )
     origin = message.origin
-    for name in ("weights_digest", "arithmetic", "prompt_digest"):
+    for name in ("weights_digest", "arithmetic", "prompt_digest", "weights_name"):
         length = len(getattr(origin, name))
         checker.require(
             length <= _MAX_NAME_CHARACTERS,
@@ -81,12 +88,52 @@ def check_resume(
         )
     return Resume(
         token_ids,
-        Origin(origin.weights_digest, origin.arithmetic, origin.arithmetic_changed)
+        Origin(
+            origin.weights_digest,
+            origin.arithmetic,
+            origin.arithmetic_changed,
+            origin.weights_name,
+            origin.kv_of_other_weights,
+        )
         if message.HasField("origin")
         else None,
         origin.prompt_digest,
         message.text_byte_count if message.HasField("text_byte_count") else None,
+        _spans(checker, message),
     )
+
+
+def _spans(checker: Checker, message: inference_pb2.Resumption) -> Spans:
+    """Which weights made which tokens, where the message says that."""
+    told, field = message.weights_spans, "resume.weights_spans"
+    if not told or not checker.require(
+        len(told) <= len(message.token_ids), field, "has more spans than there are tokens"
+    ):
+        return ()
+    spans: Spans = ()
+    for index, span in enumerate(told):
+        path = f"{field}[{index}]"
+        checker.known_fields(span, f"{path}.")
+        longest = max(len(span.weights_digest), len(span.weights_name))
+        is_right = checker.require(span.token_count > 0, f"{path}.token_count", "is 0")
+        is_right &= checker.require(
+            longest <= _MAX_NAME_CHARACTERS,
+            path,
+            f"has a text of {longest} characters, at most {_MAX_NAME_CHARACTERS} are allowed",
+        )
+        if not is_right:
+            return ()  # one violation is enough: there may be thousands
+        made = WeightsSpan(
+            span.token_count, span.weights_digest, span.weights_name, span.kv_of_other_weights
+        )
+        spans = extended(spans, made)
+    count = token_count(spans)
+    checker.require(
+        count == len(message.token_ids),
+        field,
+        f"have {count} tokens together, token_ids has {len(message.token_ids)}",
+    )
+    return spans
 
 
 async def take_up(

@@ -15,8 +15,9 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from control_plane.core.plan import Message, StepResult
-from control_plane.rpc import convert
+from control_plane.core.plan import Message, StepResult, WeightVersion
+from control_plane.core.weights import PreparedWeights, WeightsUpdate
+from control_plane.rpc import convert, weights_client
 from control_plane.rpc.addresses import rendezvous_address
 from control_plane.shell.ports import (
     Admit,
@@ -37,6 +38,7 @@ from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
     model_runner_pb2_grpc,
+    weights_pb2,
 )
 
 CONTRACT_VERSION = 1
@@ -210,6 +212,37 @@ class GrpcWorker:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise WorkerLost("UNAVAILABLE") from error
 
+    async def prepare(self, update: WeightsUpdate) -> PreparedWeights:
+        """Sends an update, and waits until the worker has read and checked it."""
+        _, stub = self._claimed()
+        try:
+            return await weights_client.prepare(stub, self._last_epoch, update)
+        except weights_client.SpoolUnusable as error:
+            raise WorkerRefused(RefusalReason.INVALID_UPDATE, str(error)) from error
+        except grpc.aio.AioRpcError as error:
+            raise _translate(read(error)) from error
+
+    async def commit(self, update_id: str, digest: str) -> WeightVersion:
+        """Makes prepared weights live. In place that may take as long as a load."""
+        _, stub = self._claimed()
+        request = weights_pb2.CommitWeightsRequest(
+            epoch=self._last_epoch, update_id=update_id, digest=digest
+        )
+        try:
+            version = (await stub.CommitWeights(request)).weight_version
+        except grpc.aio.AioRpcError as error:
+            raise _translate(read(error)) from error
+        return WeightVersion(version.generation, version.digest)
+
+    async def abort(self, update_id: str) -> None:
+        """Drops what is prepared, or ends its preparation."""
+        _, stub = self._claimed()
+        request = weights_pb2.AbortWeightsRequest(epoch=self._last_epoch, update_id=update_id)
+        try:
+            await stub.AbortWeights(request, timeout=self._attach_timeout)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(read(error)) from error
+
     async def detach(self) -> None:
         """Closes the pipeline and the connection. Idempotent; never raises."""
         call, self._execute = self._execute, None
@@ -242,6 +275,11 @@ class GrpcWorker:
         if self._channel is None:
             self._channel = grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS)
         return self._channel, model_runner_pb2_grpc.ModelRunnerServiceStub(self._channel)
+
+    def _claimed(self) -> tuple[grpc.aio.Channel, Any]:
+        """The channel of the claim, and the worker's methods on it. Raises WorkerLost."""
+        self._pipeline()
+        return self._connect()
 
     def _pipeline(self) -> _Execute:
         if self._execute is None:

@@ -24,6 +24,8 @@ class FleetWeights:
         self._replicas = replicas
         self._on_change = on_change
         self.served = ServedWeights(self._decided)
+        self._change_count = 0
+        """Pauses and their ends."""
         self.refuses = False
         """Requests that come are refused while it is paused."""
 
@@ -41,9 +43,13 @@ class FleetWeights:
         flight; for `policy` see ReplicaWeights.pause. Idempotent.
         """
         self.refuses = refuses
+        self._change_count += 1
+        own = self._change_count
         self.served.is_paused |= policy is not InFlightPolicy.FINISH_ON_OLD
         pauses = [replica.weights.pause(policy) for replica in self._replicas()]
         outcomes = await asyncio.gather(*pauses, return_exceptions=True)
+        if own != self._change_count:
+            return  # it goes on, or pauses otherwise, by now
         self.served.is_paused = True
         for outcome in outcomes:
             # A worker that is lost is paused when it is back.
@@ -52,6 +58,7 @@ class FleetWeights:
 
     def resume(self) -> None:
         """Goes on. Idempotent."""
+        self._change_count += 1
         self.served.is_paused = self.refuses = False
         for replica in self._replicas():
             replica.weights.resume()

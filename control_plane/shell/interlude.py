@@ -11,7 +11,7 @@ from control_plane.core.events import SequenceOutput
 from control_plane.core.plan import WeightVersion
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.weights import InFlightPolicy
-from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
+from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
 
 HARMLESS = frozenset(
     {
@@ -29,8 +29,8 @@ Commit = Callable[[], Awaitable[WeightVersion]]
 class Interlude:
     """One such, asked for once. `outcome` is the weight version behind it.
 
-    `policy` says what becomes of what runs. `commit` is awaited in it; what it raises becomes the
-    outcome, and ends the claim unless it is a harmless refusal. Without `changes`, what runs stays
+    `policy` says what becomes of what runs. `commit` is awaited in it; a harmless refusal becomes
+    the outcome, and anything else that it raises ends the claim. Without `changes`, what runs stays
     as it is.
     """
 
@@ -39,6 +39,8 @@ class Interlude:
         self._commit = commit
         self._changes = changes
         self._closed: Scheduler | None = None
+        self.trouble = "the claim has ended"
+        """Why its outcome is not known, if it is never."""
         self.has_begun = False
         """Whether it can't be called off any more."""
         self.outcome: asyncio.Future[WeightVersion] = asyncio.get_running_loop().create_future()
@@ -56,13 +58,14 @@ class Interlude:
         self.has_begun = True
         try:
             version = await self._commit()
-        except (WorkerLost, WorkerRefused) as error:
+        except WorkerRefused as error:
+            if error.reason not in HARMLESS:
+                self.trouble = str(error)
+                raise
             self.fail(error)
-            if isinstance(error, WorkerRefused) and error.reason in HARMLESS:
-                return []
-            raise
-        except BaseException:
-            self.fail(WorkerLost("the claim has ended; whether the commit was made is not known"))
+            return []
+        except (WorkerLost, WorkerUnusable) as error:
+            self.trouble = str(error)
             raise
         outputs: list[SequenceOutput] = []
         if self._changes:

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from control_plane.core.plan import Message, StepResult
+from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
+from control_plane.core.weights import PreparedWeights, WeightsUpdate
 from control_plane.shell.ports import (
     Admit,
     Attachment,
@@ -24,7 +27,15 @@ from control_plane.shell.ports import (
     WorkerRefused,
     WorkerUnusable,
 )
+from control_plane.shell.rank_weights import (
+    commit_on_all,
+    lagging,
+    port_of,
+    prepared_by_all,
+    update_of,
+)
 from control_plane.shell.ranks import (
+    Claimed,
     Rank,
     Rendezvous,
     Seat,
@@ -65,6 +76,8 @@ class RankGroupWorker:
         self._seats: list[Seat] = []
         """In their order while they are claimed."""
         self._answering = 0
+        self._versions: list[WeightVersion] = []
+        """Of the weights of each."""
 
     async def attach(self, epoch: int | None = None, admit: Admit | None = None) -> Attachment:
         """Claims every rank under one epoch, by default one above every epoch seen, and returns
@@ -94,14 +107,39 @@ class RankGroupWorker:
             ranks[1:], [rank.claim(epoch, rendezvous) for rank in ranks[1:]]
         )
         pools = await self._of_all(ranks, [rank.join(self._join_seconds) for rank in ranks])
-        attachment = merged(seats, claims, pools)
         self._seats, self._answering = seats, answering(seats)
-        return attachment
+        claims = await self._caught_up(claims)
+        self._versions = [claim.info.weight_version for claim in claims]
+        return merged(seats, claims, pools)
+
+    async def _caught_up(self, claims: list[Claimed]) -> list[Claimed]:
+        """The last claim may have ended while weights were exchanged on some ranks only. The
+        others exchange theirs now, if they still have them prepared."""
+        seats = [Seat(seat.rank, c.info) for seat, c in zip(self._seats, claims, strict=True)]
+        found = lagging(seats)
+        if found is None:
+            return claims
+        update_id, digest, late = found
+        versions = await self._of_all(
+            [seat.rank for seat in late], [port_of(seat).commit(update_id, digest) for seat in late]
+        )
+        by_rank = {id(seat.rank): version for seat, version in zip(late, versions, strict=True)}
+        return [
+            replace(claim, info=replace(claim.info, weight_version=version, prepared=None))
+            if (version := by_rank.get(id(seat.rank))) is not None
+            else claim
+            for seat, claim in zip(seats, claims, strict=True)
+        ]
 
     async def send(self, message: Message) -> None:
-        """Sends every rank the message."""
+        """Sends every rank the message. Generations count what each has been through."""
         ranks = self._claimed()
-        await self._of_all(ranks, [rank.send(message) for rank in ranks])
+        versions = self._versions
+        messages = [message] * len(ranks)
+        if isinstance(message, StepPlan) and any(one != versions[0] for one in versions):
+            messages = [replace(message, weight_version=version) for version in versions]
+        sends = [rank.send(own) for rank, own in zip(ranks, messages, strict=True)]
+        await self._of_all(ranks, sends)
 
     async def receive(self) -> StepResult:
         """The next result, when every rank has acknowledged it. Raises RanksDiverged."""
@@ -112,6 +150,30 @@ class RankGroupWorker:
     async def ping(self) -> None:
         """Returns once every rank's process has answered."""
         await self._of_all(self._ranks, [rank.ping() for rank in self._ranks])
+
+    async def prepare(self, update: WeightsUpdate) -> PreparedWeights:
+        """Prepares weights on every rank; on none, if one refuses them."""
+        ranks = self._claimed()
+        ports = [port_of(seat) for seat in self._seats]
+        calls = [port.prepare(update_of(update, index)) for index, port in enumerate(ports)]
+        try:
+            return prepared_by_all(self._seats, await self._of_all(ranks, calls))
+        except WorkerRefused:
+            with suppress(WorkerLost, WorkerRefused):
+                await self.abort(update.update_id)
+            raise
+
+    async def commit(self, update_id: str, digest: str) -> WeightVersion:
+        """Commits on every rank. Raises RanksDiverged where not all have."""
+        self._claimed()
+        self._versions = await commit_on_all(self._seats, update_id, digest)
+        return self._versions[0]
+
+    async def abort(self, update_id: str) -> None:
+        """Drops what every rank has prepared."""
+        ranks = self._claimed()
+        ports = [port_of(seat) for seat in self._seats]
+        await self._of_all(ranks, [port.abort(update_id) for port in ports])
 
     async def detach(self) -> None:
         """Closes all pipelines."""

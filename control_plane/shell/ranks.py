@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Protocol, TypeVar
 
-from control_plane.core.plan import StepResult
+from control_plane.core.plan import StepResult, WeightVersion
 from control_plane.shell.ports import (
     Attachment,
     MemoryPool,
@@ -88,7 +88,7 @@ def seated(seats: Iterable[Seat]) -> list[Seat]:
     """The ranks of a replica in their order: pipeline stages, and within each the tensor ranks.
 
     Raises WorkerUnusable, with the addresses, unless each place is taken once and all serve the
-    same model.
+    same model. Their weights may differ: see WorkerInfo.weights_trouble.
     """
     seats = list(seats)
     for seat in seats:
@@ -123,8 +123,6 @@ def seated(seats: Iterable[Seat]) -> list[Seat]:
             f"the replica has {tensor_size * pipeline_size} ranks and nobody is "
             f"{' or '.join(missing)}; there are {there}"
         )
-    _require_equal(seats, "weights", lambda info: info.weight_version.digest[:12])
-    _require_equal(seats, "weight generations", lambda info: info.weight_version.generation)
     _require_equal(seats, "vocabularies", lambda info: info.vocabulary_size)
     return [by_place[place] for place in sorted(by_place)]
 
@@ -142,23 +140,25 @@ def merged(
 
     Raises WorkerUnusable where their blocks differ in size.
     """
-    infos = [claimed.info for claimed in claims]
+    claimed = [Seat(seat.rank, claim.info) for seat, claim in zip(seats, claims, strict=True)]
     sizes = [pool.block_size for pool in pools]
     if len(set(sizes)) > 1:
         raise WorkerUnusable(_differing("block sizes", seats, sizes))
-    previous = {claimed.previous_epoch for claimed in claims}
+    previous = {claim.previous_epoch for claim in claims}
     pool = MemoryPool(min(pool.block_count for pool in pools), sizes[0])
     # Only where every rank was left by the same claim, the KV of all is that claim's.
-    return Attachment(_as_one(infos), pool, previous.pop() if len(previous) == 1 else 0)
+    return Attachment(together(claimed), pool, previous.pop() if len(previous) == 1 else 0)
 
 
 def together(seats: Sequence[Seat]) -> WorkerInfo:
-    """What ranks in their order are as one worker, before they are claimed."""
-    return _as_one([seat.info for seat in seats])
-
-
-def _as_one(infos: Sequence[WorkerInfo]) -> WorkerInfo:
+    """What ranks in their order are as one worker."""
+    infos = [seat.info for seat in seats]
     first = infos[0]
+    version, trouble = first.weight_version, ""
+    if len({info.weight_version.digest for info in infos}) > 1:
+        digests = [info.weight_version.digest[:12] for info in infos]
+        version, trouble = WeightVersion(0, ""), _differing("weights", seats, digests)
+    prepared = {info.prepared for info in infos}
     device = first.device if len(infos) == 1 else f"{first.device} x{len(infos)}"
     return replace(
         first,
@@ -173,6 +173,9 @@ def _as_one(infos: Sequence[WorkerInfo]) -> WorkerInfo:
         rank_count=1,
         device=device,
         arithmetic="; ".join(dict.fromkeys(info.arithmetic for info in infos)),
+        weight_version=version,
+        weights_trouble=trouble,
+        prepared=prepared.pop() if len(prepared) == 1 else None,
     )
 
 

@@ -116,7 +116,10 @@ class SequenceRegister:
             token_count = len(tokens.ids)
             if token_count:
                 origin = sequence.replica.serving.origin
-                if kept and output.sequence_id in kept:
+                if output.finish is not None:
+                    if output.finish.spans and output.finish.spans[-1].kv_of_other_weights:
+                        origin = sequence.replica.serving.kept_origin
+                elif kept and output.sequence_id in kept:
                     origin = sequence.replica.serving.kept_origin
                 if sequence.origin is not origin and origin is not None:
                     sequence.origin = origin

@@ -192,6 +192,8 @@ class Replica:
     def add(self, sequence_id: SequenceId, request: Request, scanner: StopScanner | None) -> None:
         """Queues a sequence. Raises QueueFull, RequestTooLong or an EngineError."""
         serving, model = self.serving, self.model()
+        if not self.weights.may_answer:
+            raise EngineLost("the worker waits for the weights that are to answer")
         if self._core is None or model is None:
             raise EngineLost("no worker is attached")
         assert serving.attachment is not None

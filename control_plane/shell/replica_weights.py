@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from control_plane.core.plan import WeightVersion
-from control_plane.core.weights import InFlightPolicy, PreparedWeights, WeightsUpdate
+from control_plane.core.weights import InFlightPolicy, Placement, PreparedWeights, WeightsUpdate
 from control_plane.shell.interlude import Interlude
 from control_plane.shell.pipeline import Pipeline
 from control_plane.shell.ports import (
@@ -29,6 +29,11 @@ from control_plane.shell.serving import Serving
 from twinplane.process.logs import fields
 
 T = TypeVar("T")
+
+_BESIDE_SECONDS = 60.0
+_IN_PLACE_SECONDS = 3600.0
+"""After which a worker that does not commit has lost its claim: weights that wait beside the live
+ones only change places; in place, they are loaded."""
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +95,11 @@ class ReplicaWeights:
         self._claim_end: asyncio.Future[None] | None = None
         self._prepared: PreparedUpdate | None = None
         self._preparing = ""
+        self._beside = ""
+        """The update that was prepared beside the live weights, here and last."""
         self._is_paused = False
+        self._pausing: Interlude | None = None
+        """What is to pause it, or has."""
 
     # --- how it stands ------------------------------------------------------------------------
 
@@ -137,8 +146,7 @@ class ReplicaWeights:
         self._prepared = None
         interlude, self._pipeline.interlude = self._pipeline.interlude, None
         if interlude is not None:
-            interlude.fail(WorkerLost("the claim has ended"))
-            self._metrics.weights_exchanged("lost", 0.0)
+            interlude.fail(WorkerLost(interlude.trouble))
 
     def look(self) -> None:
         """Which weights answer may have changed."""
@@ -163,6 +171,7 @@ class ReplicaWeights:
         finally:
             self._preparing = ""
         self._prepared = PreparedUpdate(prepared.update_id, prepared.digest)
+        self._beside = update.update_id if prepared.placement is Placement.BESIDE else ""
         return prepared
 
     async def abort(self, update_id: str) -> None:
@@ -182,10 +191,15 @@ class ReplicaWeights:
             policy = InFlightPolicy.ABORT  # nobody will finish on weights that may not answer
         port = self._port()
         started = self._clock()
+        limit = _BESIDE_SECONDS if update_id == self._beside else _IN_PLACE_SECONDS
 
         async def commit() -> WeightVersion:
             began = self._clock()
-            version = self._served.named(await port.commit(update_id, digest))
+            try:
+                async with asyncio.timeout(limit):
+                    version = self._served.named(await port.commit(update_id, digest))
+            except TimeoutError:
+                raise WorkerLost(f"weights are not exchanged after {limit:.0f} s") from None
             self._prepared = None
             self._replica.serving.exchange(version)
             self._metrics.weights_exchanged("done", self._clock() - began)
@@ -196,6 +210,9 @@ class ReplicaWeights:
             version = await self._between_steps(Interlude(policy, commit))
         except WorkerRefused:
             self._metrics.weights_exchanged("refused", 0.0)
+            raise
+        except WorkerLost:
+            self._metrics.weights_exchanged("lost", 0.0)
             raise
         _logger.info(
             "weights exchanged",
@@ -230,11 +247,15 @@ class ReplicaWeights:
             return version
 
         changes = policy is not InFlightPolicy.KEEP_KV
-        await self._between_steps(Interlude(policy, stop, changes=changes))
+        self._pausing = Interlude(policy, stop, changes=changes)
+        await self._between_steps(self._pausing)
 
     def resume(self) -> None:
-        """Goes on. Idempotent."""
+        """Goes on; a pause that was still to come does not. Idempotent."""
         self._is_paused = False
+        if self._pausing is not None and not self._pausing.has_begun:
+            self._call_off(self._pausing)
+        self._pausing = None
         self.look()
 
     # --- how that is done ---------------------------------------------------------------------
@@ -281,11 +302,15 @@ class ReplicaWeights:
         try:
             return await asyncio.shield(interlude.outcome)
         except asyncio.CancelledError:
-            if self._pipeline.interlude is interlude and not interlude.has_begun:
-                self._pipeline.interlude = None
-                interlude.fail(WorkerLost("it was called off"))
-                self._pipeline.wake()
+            if not interlude.has_begun:
+                self._call_off(interlude)
             raise
+
+    def _call_off(self, interlude: Interlude) -> None:
+        if self._pipeline.interlude is interlude:
+            self._pipeline.interlude = None
+        interlude.fail(WorkerLost("it was called off"))
+        self._pipeline.wake()
 
     async def _in_claim(self, call: Coroutine[Any, Any, T]) -> T:
         """The outcome of a call to the worker, or WorkerLost when the claim ends before."""

@@ -8,6 +8,7 @@ is needed. What gathers is bounded by the request's own token limit.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,6 +20,10 @@ from control_plane.core.tokens import Tokens
 
 _RECENT_CHUNKS = 64
 """Chunks that gather before they are joined, so that an unread token costs no object of its own."""
+
+
+Seams = Sequence[tuple[int, Origin]]
+"""Each says from which token on, by its index, an origin holds."""
 
 
 class TextSink(Protocol):
@@ -76,7 +81,9 @@ class Delta:
     finish: Finish | None = None
     stop_string: str | None = None
     origin: Origin | None = None
-    """That of all tokens so far, where it is new."""
+    """That of its first token, where it is new."""
+    seams: Seams = ()
+    """Where it changes among the tokens that have gathered."""
 
 
 class TokenStream:
@@ -100,8 +107,10 @@ class TokenStream:
         """What the core must show this sequence's tokens to."""
         self._older: list[Tokens] = []
         self._recent: list[Tokens] = []
-        self._origin = origin
-        self._told_origin = origin
+        self._origin = self._first_origin = self._told_origin = origin
+        """Of the last token that was pushed, of the first that was not taken, and of the last that
+        was."""
+        self._seams: list[tuple[int, Origin]] = []
         self._finish: Finish | None = None
         self._error: Exception | None = None
         self.account: Account | None = None
@@ -116,7 +125,13 @@ class TokenStream:
 
     def made_with(self, origin: Origin) -> None:
         """Says what the tokens that are pushed from now on are made with."""
-        self._origin = origin if self._origin is None else self._origin.followed_by(origin)
+        origin = origin if self._origin is None else self._origin.followed_by(origin)
+        if not (self._recent or self._older):
+            self._first_origin = origin
+        elif origin != self._origin:
+            count = sum(len(tokens) for tokens in (*self._older, *self._recent))
+            self._seams.append((count, origin))
+        self._origin = origin
 
     def push(self, tokens: Tokens, finish: Finish | None) -> None:
         """Adds tokens, and the end if this is it."""
@@ -133,7 +148,10 @@ class TokenStream:
         """Ends it where it begins: what the request resumes from has reached its end."""
         usage = Usage(len(request.prompt_token_ids), 0, end.count)
         changed = self._origin is not None and self._origin.arithmetic_changed
-        finish = Finish(end.reason, usage, end.stop_token_id, arithmetic_changed=changed)
+        spans = () if request.resumed is None else request.resumed.made_by()
+        finish = Finish(
+            end.reason, usage, end.stop_token_id, arithmetic_changed=changed, spans=spans
+        )
         self.account = Account(end.reason, usage, 0.0, None, now - request.arrival)
         self.push(Tokens([]), finish)
 
@@ -162,21 +180,26 @@ class TokenStream:
         finally:
             self._turn = None
         tokens = self._gathered()
+        origin: Origin | None = None
+        seams = tuple(self._seams)
+        if self._origin is not self._told_origin:
+            origin = None if self._first_origin == self._told_origin else self._first_origin
+            self._first_origin = self._told_origin = self._origin
+            self._seams = []
         if self._error is not None and not tokens.ids:
             raise self._error
         sink, finish = self._sink, self._finish
-        origin = None if self._origin is self._told_origin else self._news_of_origin()
         if sink is None:
-            return Delta("", tokens, finish, origin=origin)
+            return Delta("", tokens, finish, origin=origin, seams=seams)
         if self.scanner is None and tokens.ids:
             sink.push(tokens.ids)
         if finish is None:
-            return Delta(sink.drain(), tokens, origin=origin)
+            return Delta(sink.drain(), tokens, origin=origin, seams=seams)
         sink.finish()
         if sink.stop_string is not None and finish.reason is FinishReason.LENGTH:
             # It has come about with the end: by U+FFFD for a character that stays incomplete.
             finish = replace(finish, reason=FinishReason.STOP)
-        return Delta(sink.drain(), tokens, finish, sink.stop_string, origin)
+        return Delta(sink.drain(), tokens, finish, sink.stop_string, origin, seams)
 
     def _gathered(self) -> Tokens:
         """All tokens since the last time."""
@@ -186,11 +209,6 @@ class TokenStream:
         self._older.clear()
         self._recent.clear()
         return tokens
-
-    def _news_of_origin(self) -> Origin | None:
-        """The origin, unless the client knows it."""
-        told, self._told_origin = self._told_origin, self._origin
-        return None if self._origin == told else self._origin
 
     def _wake(self) -> None:
         if self._turn is not None:

@@ -10,7 +10,6 @@ from enum import StrEnum
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import RequestTooLong
 from control_plane.core.request import Origin, Request, SequenceId
-from control_plane.core.spans import WeightsSpan
 from control_plane.core.succession import Obstacle, Traits
 from control_plane.shell.engine import (
     CannotResume,
@@ -92,18 +91,9 @@ def resumable(
     minds.
     """
     resumed = request.resumed
-    if resumed is None:
+    if resumed is None or resumed.origin is None:
         return request
-    before, spans = resumed.origin, resumed.spans
-    if not spans and resumed.token_ids:
-        digest = "" if before is None else before.weights_digest
-        span = WeightsSpan(len(resumed.token_ids), digest)
-        if before is not None:
-            name, is_kept = before.weights_name, before.kv_of_other_weights
-            span = replace(span, weights_name=name, kv_of_other_weights=is_kept)
-        spans = (span,)
-    if before is None:
-        return replace(request, resumed=replace(resumed, spans=spans))
+    before = resumed.origin
     assert origin is not None
     differs = []
     if before.weights_digest != origin.weights_digest and not continues:
@@ -112,7 +102,7 @@ def resumable(
         differs.append("arithmetic")
     if differs:
         raise CannotResume(*differs)
-    goes_on = replace(resumed, origin=before.followed_by(origin), spans=spans)
+    goes_on = replace(resumed, origin=before.followed_by(origin), spans=resumed.made_by())
     return replace(request, resumed=goes_on)
 
 

@@ -23,7 +23,9 @@ from control_plane.shell.engine import (
     DuplicateRequest,
     EngineDraining,
     EngineLost,
+    EnginePaused,
     VocabularyMismatch,
+    WeightsChanged,
 )
 from control_plane.shell.ports import RefusalReason
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
@@ -62,6 +64,8 @@ EDGE_ERRORS = (
     TextBusy(1.0),
     EngineLost("gone"),
     EngineDraining("draining"),
+    EnginePaused("paused"),
+    WeightsChanged("exchanged"),
     VocabularyMismatch("not the model's tokens"),
     GenerationCancelled(),
     RowFailed("NaN"),

@@ -63,8 +63,8 @@ FLEET_MUTANTS = (
     Mutant(
         "trials-have-company",
         "fleet.py",
-        "bool(self.core.ledger.free_rows) and not self.core.ledger.suspects",
-        "bool(self.core.ledger.free_rows)",
+        "bool(ledger.free_rows) and not (ledger.suspects or self.is_held)",
+        "bool(ledger.free_rows) and not self.is_held",
     ),
     Mutant(
         "a-place-behind-a-queue",
@@ -93,8 +93,8 @@ FLEET_MUTANTS = (
     Mutant(
         "crosses-though-it-need-not",
         "fleet.py",
-        "        if sequence.completion_count and any(",
-        "        if not sequence.sequence_id and any(",
+        "for alike in (_has_weights_of, _rounds_alike):",
+        "for alike in (_has_weights_of,):",
     ),
     Mutant(
         "relief-without-blocks",
@@ -159,7 +159,7 @@ FLEET_MUTANTS = (
     Mutant(
         "other-weights-go-on",
         "succession.py",
-        "if begun and (after.weight_digest != before.weight_digest or not same_vocabulary):",
+        "if begun and not (same_weights and same_vocabulary):",
         "if begun and not same_vocabulary:",
     ),
     Mutant(
@@ -233,7 +233,7 @@ FLEET_MUTANTS = (
     Mutant(
         "other-weights-serve",
         "roster.py",
-        "if known.weight_version.digest != info.weight_version.digest:",
+        "if digests[0] != digests[1] and not self._served_weights.is_decided:",
         "if not known:",
         "shell",
     ),

@@ -112,8 +112,32 @@ MUTANTS = (
     Mutant(
         "starts-while-tokens-fly",
         "planner.py",
-        "            if sequence.pending:\n                break\n",
+        "if sequence is None or sequence.pending:",
+        "if sequence is None:",
+    ),
+    Mutant(
+        "kept-kv-is-offered",
+        "prefix_cache.py",
+        "if not self._enabled or sequence.keeps_kv:",
+        "if not self._enabled:",
+    ),
+    Mutant(
+        "hashes-of-old-weights",
+        "switch.py",
+        "        sequence.block_hashes.clear()\n",
         "",
+    ),
+    Mutant(
+        "held-logits-of-old-weights",
+        "switch.py",
+        "if keep_kv and sequence.computed and not sequence.held:",
+        "if keep_kv and sequence.computed:",
+    ),
+    Mutant(
+        "tokens-of-nobody",
+        "switch.py",
+        "sequence.credited(ledger.weight_version)",
+        "pass",
     ),
     Mutant(
         "starts-without-room-to-grow",

@@ -12,13 +12,17 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 
 from control_plane.core.plan import Row, StepPlan, StepResult, WeightVersion
+from control_plane.core.spans import WeightsSpan
 from control_plane.core.tokens import Tokens
+from control_plane.core.weights import DiskSource, Placement, PreparedWeights, WeightsUpdate
 from control_plane.shell.ports import (
     Admit,
     Attachment,
     MemoryPool,
+    PreparedUpdate,
     RankCoordinates,
     RefusalReason,
     WorkerInfo,
@@ -28,6 +32,8 @@ from control_plane.shell.ports import (
 from tests.support.plan_interpreter import PlanInterpreter, PlanRefused, WorkerRow
 
 VOCABULARY = 97
+WEIGHTS = "a" * 64
+"""The digest of the weights that a machine starts with."""
 ATTACH_TIMEOUT = 10.0
 _LOOK_SECONDS = 0.02
 _QUIET_LOOKS = 50
@@ -39,20 +45,43 @@ def advance(state: int, token: int) -> int:
     return (state * 31 + token * 17 + 7) % _MODULUS
 
 
-def sample(state: int, seed: int = 0) -> int:
+def sample(state: int, seed: int = 0, digest: str = WEIGHTS) -> int:
     """The token after a prefix. Never below 2: 0 and 1 are free for stop tokens of tests."""
-    return 2 + (state ^ seed) % (VOCABULARY - 2)
+    return 2 + (state ^ seed ^ first_state(digest)) % (VOCABULARY - 2)
 
 
-def expected_tokens(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+def first_state(digest: str) -> int:
+    """The hash of an empty prefix, with these weights."""
+    return 0 if digest == WEIGHTS else int(digest[:8], 16) % _MODULUS
+
+
+def digest_at(path: str) -> str:
+    """That of the weights in a folder: no file is read."""
+    return WEIGHTS if path == "start" else sha256(path.encode()).hexdigest()
+
+
+def expected_tokens(
+    prompt: Sequence[int], count: int, seed: int = 0, digest: str = WEIGHTS
+) -> list[int]:
     """What any right scheduling generates."""
-    state = 0
+    return expected_over(prompt, [WeightsSpan(count, digest)], seed)
+
+
+def expected_over(prompt: Sequence[int], spans: Sequence[WeightsSpan], seed: int = 0) -> list[int]:
+    """The same where weights were exchanged: each span's tokens come of KV that its weights have
+    made of all before, or, where that was kept, of the KV that was there."""
+    tokens: list[int] = []
+    state = first_state(WEIGHTS)
     for token in prompt:
         state = advance(state, token)
-    tokens = []
-    for _ in range(count):
-        tokens.append(sample(state, seed))
-        state = advance(state, tokens[-1])
+    for span in spans:
+        if not span.kv_of_other_weights:
+            state = first_state(span.weights_digest)
+            for token in [*prompt, *tokens]:
+                state = advance(state, token)
+        for _ in range(span.token_count):
+            tokens.append(sample(state, seed, span.weights_digest))
+            state = advance(state, tokens[-1])
     return tokens
 
 
@@ -61,7 +90,8 @@ class Machine:
     """The worker's process: survives a lost connection, KV and all; `restart` is its death and a
     new life.
 
-    `digest` stands for its weights: other weights give other tokens only by name.
+    `digest` stands for its weights: other weights give other tokens. `restart` brings those back
+    that it started with.
     """
 
     name: str = "fake"
@@ -70,7 +100,10 @@ class Machine:
     max_sequence_token_count: int = 64
     block_count: int = 33
     block_size: int = 4
-    digest: str = "a" * 64
+    digest: str = WEIGHTS
+    prepared: PreparedUpdate | None = None
+    committed: PreparedUpdate | None = None
+    commit_count: int = 0
     vocabulary_size: int = VOCABULARY
     generation: int = 1
     features: frozenset[str] = frozenset()
@@ -82,9 +115,11 @@ class Machine:
     kv: dict[tuple[int, int], int] = field(default_factory=dict)
     executed_plans: list[StepPlan] = field(default_factory=list)
     _plans: PlanInterpreter = field(init=False)
+    _first_digest: str = field(init=False)
 
     def __post_init__(self) -> None:
         self._plans = PlanInterpreter(self.block_size)
+        self._first_digest = self.digest
 
     @property
     def rows(self) -> dict[Row, WorkerRow]:
@@ -97,6 +132,36 @@ class Machine:
         self.last_step = 0
         self._plans = PlanInterpreter(self.block_size)
         self.kv.clear()
+        self.prepared = None
+        if self.committed is not None:
+            self.generation, self.digest, self.committed = 1, self._first_digest, None
+
+    def prepare(self, update: WeightsUpdate) -> PreparedWeights:
+        """PrepareWeights. A folder whose name begins with "bad" has weights that don't fit."""
+        assert isinstance(update.source, DiskSource)
+        if self.prepared is not None and self.prepared.update_id != update.update_id:
+            raise WorkerRefused(RefusalReason.UPDATE_CONFLICT, f"{self.prepared} waits")
+        if update.source.path.startswith("bad"):
+            raise WorkerRefused(RefusalReason.INVALID_UPDATE, "the tensors don't fit")
+        digest = digest_at(update.source.path)
+        self.prepared = PreparedUpdate(update.update_id, digest)
+        return PreparedWeights(update.update_id, digest, Placement.BESIDE, 100, 0)
+
+    def commit(self, update_id: str, digest: str) -> WeightVersion:
+        """CommitWeights. Rows and KV stay."""
+        named = PreparedUpdate(update_id, digest)
+        if named != self.committed:
+            if named != self.prepared:
+                raise WorkerRefused(RefusalReason.UPDATE_CONFLICT, f"{self.prepared} waits")
+            self.digest, self.prepared, self.committed = digest, None, named
+            self.generation += 1
+            self.commit_count += 1
+        return WeightVersion(self.generation, self.digest)
+
+    def abort(self, update_id: str) -> None:
+        """AbortWeights."""
+        if self.prepared is not None and self.prepared.update_id == update_id:
+            self.prepared = None
 
     def claim(self, epoch: int) -> Attachment:
         """Attach. The KV stays as it is."""
@@ -129,6 +194,7 @@ class Machine:
             device="simulated:0",
             arithmetic=self.arithmetic,
             ranks=RankCoordinates(pipeline=(0, self.stages)),
+            prepared=self.prepared,
         )
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -140,6 +206,10 @@ class Machine:
         if plan.step_id != self.last_step + 1:
             raise WorkerRefused(
                 RefusalReason.STEP_GAP, f"step {plan.step_id} after {self.last_step}"
+            )
+        if plan.weight_version != WeightVersion(self.generation, self.digest):
+            raise WorkerRefused(
+                RefusalReason.WEIGHT_VERSION_MISMATCH, f"{plan.weight_version} is not here"
             )
         self.last_step = plan.step_id
         self.executed_plans.append(plan)
@@ -164,10 +234,10 @@ class Machine:
         return result
 
     def _sample(self, row: WorkerRow) -> int:
-        return sample(self._read(row, len(row.tokens) - 1), row.seed)
+        return sample(self._read(row, len(row.tokens) - 1), row.seed, self.digest)
 
     def _write(self, row: WorkerRow, position: int) -> None:
-        state = self._read(row, position - 1) if position else 0
+        state = self._read(row, position - 1) if position else first_state(self.digest)
         self.kv[self._slot(row, position)] = advance(state, row.tokens[position])
 
     def _read(self, row: WorkerRow, position: int) -> int:
@@ -205,6 +275,9 @@ class FakeWorker:
         self.running.set()
         self._device = asyncio.Event()
         self._device.set()
+        self.prepare_seconds = self.commit_seconds = 0.0
+        self.loses_commits = False
+        """The connection breaks behind each commit, before its answer."""
         self.attach_count = 0
         self._last_epoch = 0
         self._connected = False
@@ -267,6 +340,36 @@ class FakeWorker:
 
     async def ping(self) -> None:
         await asyncio.sleep(0)
+        await self.running.wait()
+        if not self._connected:
+            raise WorkerLost("connection broken")
+
+    async def prepare(self, update: WeightsUpdate) -> PreparedWeights:
+        await self._takes(self.prepare_seconds)
+        return self.machine.prepare(update)
+
+    async def commit(self, update_id: str, digest: str) -> WeightVersion:
+        """Behind every message: none may be in flight, or a step would mix versions."""
+        assert self._plans.empty() and self._running is None, "a step is in flight"
+        await self._takes(self.commit_seconds)
+        version = self.machine.commit(update_id, digest)
+        await self._takes(0.0)
+        if self.loses_commits:
+            self.break_connection()
+            raise WorkerLost("connection broken")
+        return version
+
+    async def abort(self, update_id: str) -> None:
+        await self._takes(0.0)
+        self.machine.abort(update_id)
+
+    async def _takes(self, seconds: float) -> None:
+        """Passes time, as long as the connection is whole and the process runs."""
+        await asyncio.sleep(0)
+        left = seconds
+        while self._connected and left > 0:
+            await asyncio.sleep(min(left, _LOOK_SECONDS))
+            left -= _LOOK_SECONDS
         await self.running.wait()
         if not self._connected:
             raise WorkerLost("connection broken")

@@ -16,10 +16,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.support import runner_rig
+from tests.support import runner_rig, weight_updates
 from worker_service.domain.capability import Capability, MemoryPool, RankCoordinates
-from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
+from worker_service.domain.plan import SamplePlan, StepPlan, StepResult, WeightVersion
 from worker_service.domain.rendezvous import Rendezvous
+from worker_service.domain.weights import WeightsUpdate
 from worker_service.runner.interface import CompletedStep
 from worker_service.runner.load import load_runner
 from worker_service.runner.model_runner import ModelRunner
@@ -100,6 +101,12 @@ class Replica:
         addresses = [rank.end() for rank in members]
         answering = coordinates(0, tensor, pipeline).answering_rank
         return cls(members, answering, addresses[0])
+
+    def swap(self, update: WeightsUpdate, folder: Path | None = None) -> set[WeightVersion]:
+        """Every rank takes other weights, see `_Served.swap`. Returns their versions."""
+        for rank in self.ranks:
+            rank.begin("swap", update, folder)
+        return {rank.end() for rank in self.ranks}
 
     def join(self) -> None:
         """A new epoch with a new group."""
@@ -189,10 +196,17 @@ class _Served:
         assert self.runner is not None
         return self.runner.launch(plan).result()
 
+    def swap(self, update: WeightsUpdate, folder: Path | None) -> WeightVersion:
+        """Takes other weights: those of the folder as a stream, or from where the update says."""
+        assert self.runner is not None
+        tensors = None if folder is None else weight_updates.tensors_in(folder)
+        return weight_updates.swap(self.runner, update, tensors)
+
     def sabotage(self) -> None:
         """The next step fails in the middle of the model, as a bug would let it."""
         assert self.runner is not None
-        attention = self.runner._executor._model._layers[-1]._attention  # type: ignore[attr-defined]
+        executor: Any = self.runner._weights.executor
+        attention = executor._model._layers[-1]._attention
         output = attention._output
 
         def fail(x: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tests.support import tiny_llama
+from tests.support import runner_rig, tiny_llama
 from twinplane.worker.v1 import info_pb2, weights_pb2
 from worker_service.domain.plan import WeightVersion
 from worker_service.domain.weights import (
@@ -21,6 +21,7 @@ from worker_service.domain.weights import (
     WeightsUpdate,
 )
 from worker_service.runner.interface import Prepared, Updatable
+from worker_service.runner.model_runner import ModelRunner
 from worker_service.weights.sources.interface import FORMATS, bytes_of
 
 MODEL = weights_pb2.WEIGHTS_TARGET_MODEL
@@ -119,6 +120,11 @@ def descriptions(tensors: Tensors) -> list[weights_pb2.TensorDescription]:
         )
         for name, each in tensors.items()
     ]
+
+
+def build(folder: Path, **changes: Any) -> ModelRunner:
+    """A runner on one thread: several on a busy machine wait for each other."""
+    return runner_rig.build(folder, **{"thread_count": 1, **changes})
 
 
 def two_models(

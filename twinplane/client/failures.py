@@ -16,6 +16,7 @@ from twinplane.errors import (
     Overloaded,
     TwinplaneError,
     Unavailable,
+    WeightsChanged,
     WrongServer,
 )
 from twinplane.grpc.status import Status, read, reason_name
@@ -30,6 +31,7 @@ _ERRORS: dict[grpc.StatusCode, type[TwinplaneError]] = {
     grpc.StatusCode.NOT_FOUND: ModelNotFound,
     grpc.StatusCode.RESOURCE_EXHAUSTED: Overloaded,
     grpc.StatusCode.UNAVAILABLE: Unavailable,
+    grpc.StatusCode.ABORTED: WeightsChanged,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceeded,
     grpc.StatusCode.CANCELLED: Cancelled,
     grpc.StatusCode.UNIMPLEMENTED: WrongServer,

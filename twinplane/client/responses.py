@@ -7,12 +7,14 @@ from dataclasses import fields
 from twinplane.client.values import (
     Delta,
     FinishReason,
+    GenerationOrigin,
     GenerationResult,
     ReplicaState,
     SamplingDefaults,
     ServedModel,
     ServingWorker,
     Usage,
+    WeightsSpan,
     WeightVersion,
     WorkerState,
 )
@@ -50,6 +52,8 @@ class GenerationFold:
         self._texts: list[str] = []
         self._token_ids: list[int] = []
         self._origin: pb.GenerationOrigin | None = None
+        self._spans: list[pb.WeightsSpan] = []
+        """As far as deltas told, for the server that the generation is resumed by."""
         self._starts = True
         """The next message is the first of a stream."""
 
@@ -73,6 +77,7 @@ class GenerationFold:
         again.resume.text_byte_count = len("".join(self._texts).encode())
         if self._origin is not None:
             again.resume.origin.CopyFrom(self._origin)
+            again.resume.weights_spans.extend(self._spans)
         return again
 
     def apply(self, message: pb.GenerateResponse) -> Delta | None:
@@ -91,9 +96,10 @@ class GenerationFold:
                 if _identity(message.started) != _identity(self.started):
                     raise self.broken(InternalError("the server resumed another generation"))
             case "delta":
-                if message.delta.HasField("origin"):
-                    self._origin = message.delta.origin
-                delta = Delta(message.delta.text, tuple(message.delta.token_ids))
+                told = message.delta.origin if message.delta.HasField("origin") else None
+                origin = None if told is None else _origin(told)
+                delta = Delta(message.delta.text, tuple(message.delta.token_ids), origin)
+                self._note(told, len(delta.token_ids))
                 self._texts.append(delta.text)
                 self._token_ids.extend(delta.token_ids)
                 return delta
@@ -102,6 +108,19 @@ class GenerationFold:
             case _:
                 pass
         return None
+
+    def _note(self, told: pb.GenerationOrigin | None, token_count: int) -> None:
+        """So many tokens have come, with this news of their origin."""
+        if told is not None:
+            self._origin = told
+            span = pb.WeightsSpan(
+                weights_digest=told.weights_digest,
+                weights_name=told.weights_name,
+                kv_of_other_weights=told.kv_of_other_weights,
+            )
+            self._spans = [one for one in self._spans if one.token_count] + [span]
+        if self._spans:
+            self._spans[-1].token_count += token_count
 
     def end(self) -> None:
         """Called when the stream ended without an error. Raises InternalError if it ended early."""
@@ -177,7 +196,18 @@ def _result(
         request_id=request_id,
         model=model,
         arithmetic_changed=end.arithmetic_changed,
+        weights_spans=tuple(map(_span, end.weights_spans)),
     )
+
+
+def _span(span: pb.WeightsSpan) -> WeightsSpan:
+    return WeightsSpan(
+        span.token_count, span.weights_digest, span.weights_name, span.kv_of_other_weights
+    )
+
+
+def _origin(origin: pb.GenerationOrigin) -> GenerationOrigin:
+    return GenerationOrigin(origin.weights_digest, origin.weights_name, origin.kv_of_other_weights)
 
 
 def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
@@ -192,6 +222,7 @@ def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
                 model.weight_version.generation, model.weight_version.digest
             ),
             default_sampling=_sampling_defaults(model),
+            weights_name=model.weights_name,
         )
         for model in response.models
     )

@@ -40,14 +40,39 @@ One sequence type and not two, or mypy takes no list of dicts as it stands in a 
 
 
 @dataclass(frozen=True, slots=True)
+class GenerationOrigin:
+    """What tokens are made with: the weights, with the name that the operator gave them, if any.
+
+    `kv_of_other_weights`: the operator exchanged the weights under the generation, and had it go on
+    over what the old ones had computed.
+    """
+
+    weights_digest: str
+    weights_name: str = ""
+    kv_of_other_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSpan:
+    """Tokens, one after another, that the same weights have made; see GenerationOrigin."""
+
+    token_count: int
+    weights_digest: str
+    weights_name: str = ""
+    kv_of_other_weights: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What was generated since the delta before. `text` holds whole characters only.
 
-    Text may be empty while a character or a stop string is incomplete.
+    Text may be empty while a character or a stop string is incomplete. `origin` says what these
+    tokens are made with, in the first delta and whenever that has changed since; else it is None.
     """
 
     text: str
     token_ids: tuple[int, ...]
+    origin: GenerationOrigin | None = None
 
 
 class FinishReason(Enum):
@@ -75,7 +100,8 @@ class GenerationResult:
     """A whole generation. At most one of `stop_string` and `stop_token_id` is set.
 
     `arithmetic_changed`: another worker went on with it that rounds differently, so it may not be
-    what the same request and seed give on one worker.
+    what the same request and seed give on one worker. `weights_spans`: which weights made which
+    tokens, in order; empty where the server is too old to tell.
     """
 
     text: str
@@ -88,6 +114,7 @@ class GenerationResult:
     request_id: str
     model: str
     arithmetic_changed: bool = False
+    weights_spans: tuple[WeightsSpan, ...] = ()
 
 
 class Health(Enum):
@@ -120,7 +147,8 @@ class SamplingDefaults:
 class ServedModel:
     """A model that is served. The longest sequence counts prompt and output.
 
-    `default_sampling` is None where the server is too old to tell.
+    `default_sampling` is None where the server is too old to tell. `weights_name` is what the
+    operator calls the weights; empty when they have no name.
     """
 
     name: str
@@ -129,6 +157,7 @@ class ServedModel:
     supports_chat: bool
     weight_version: WeightVersion
     default_sampling: SamplingDefaults | None = None
+    weights_name: str = ""
 
 
 class WorkerState(Enum):

@@ -35,6 +35,7 @@ _EXAMPLES = {
     "workers_file": "/etc/twinplane/workers",
     "workers_dns": "workers.default.svc:50061",
     "rendezvous_host": "gpu-0.example",
+    "weights_root": "/srv/weights",
 }
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 
 from twinplane.worker.v1 import weights_pb2
+from worker_service.domain.errors import WorkerError
 from worker_service.facade import WorkerFacade
 from worker_service.rpc import weights
 from worker_service.rpc.convert import version_to_pb
+
+_READ_OUT_SECONDS = 2.0
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,11 +32,15 @@ class WeightsMethods:
     ) -> weights_pb2.PrepareWeightsResponse:
         """Prepares other weights. When the sender leaves, this task is cancelled, and with it the
         preparation."""
-        self._facade.lifecycle.require_serving()
-        update = await weights.first_of(request_iterator)
-        prepared = await self._facade.updates.prepare(
-            update.epoch, weights.update_from_pb(update), weights.chunks_of(request_iterator)
-        )
+        try:
+            self._facade.lifecycle.require_serving()
+            update = await weights.first_of(request_iterator)
+            prepared = await self._facade.updates.prepare(
+                update.epoch, weights.update_from_pb(update), weights.chunks_of(request_iterator)
+            )
+        except WorkerError:
+            await _read_out(request_iterator)
+            raise
         return weights.prepared_to_pb(prepared)
 
     async def CommitWeights(  # noqa: N802
@@ -77,3 +86,13 @@ class WeightsMethods:
         tags = weights.tags_from_pb(request.tags)
         asleep = await self._facade.updates.wake(request.epoch, tags)
         return weights_pb2.WakeResponse(asleep=weights.tags_to_pb(asleep))
+
+
+async def _read_out(requests: AsyncIterator[weights_pb2.PrepareWeightsRequest]) -> None:
+    """Reads a refused stream on to its end, for a while. A Python client that still writes when
+    its call ends takes that for an INTERNAL error, and never sees the status."""
+    # Whatever is wrong with what comes: the call is refused already.
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(_READ_OUT_SECONDS):
+            async for _ in requests:
+                pass

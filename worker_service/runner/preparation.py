@@ -94,7 +94,10 @@ class ModelPreparation:
                 raise UpdateInvalid(
                     "update.expected_digest", f"the weights have the digest {digest}"
                 )
-            return self._prepare(source, record, digest)
+            prepared = self._prepare(source, record, digest)
+            if isinstance(fresh, Checkpoint):
+                fresh.require_unchanged()
+            return prepared
 
     def close(self) -> None:
         """See Preparation."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from worker_service.domain.capability import Capability
 from worker_service.domain.errors import PlanMismatch
 from worker_service.domain.plan import WeightVersion
@@ -38,6 +40,7 @@ class ChangesWeights:
     def tensors(self) -> tuple[TensorDescription, ...]:
         return tuple(each for _, each in sorted(self._weights.live.descriptions.items()))
 
+    @torch.inference_mode()
     def sleep(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
         if SleepTag.KV in tags:
             if self._state.active.any():
@@ -47,12 +50,19 @@ class ChangesWeights:
             self._weights.unload()
         return self._asleep()
 
+    @torch.inference_mode()
     def wake(self, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
-        if SleepTag.WEIGHTS in tags and not self._weights.is_loaded:
-            self._weights.reload()
-        if SleepTag.KV in tags:
-            with explained("wake"):
+        takes_kv = SleepTag.KV in tags and not self._cache.is_held
+        if takes_kv:
+            with explained("tags"):
                 self._cache.take()
+        if SleepTag.WEIGHTS in tags and not self._weights.is_loaded:
+            try:
+                self._weights.reload()
+            except BaseException:
+                if takes_kv:
+                    self._cache.free()
+                raise
         return self._asleep()
 
     def _asleep(self) -> frozenset[SleepTag]:

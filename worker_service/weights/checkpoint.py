@@ -24,6 +24,7 @@ from twinplane.paths import utf8_path
 from worker_service.domain.weights import TensorDescription
 from worker_service.load_errors import CheckpointInvalid
 from worker_service.weights.sources.interface import Check, bytes_of
+from worker_service.weights.unmapped import UnmappedFile
 
 DIGEST_CACHE_NAME = ".twinplane-digest.json"
 _HEX_DIGEST = re.compile("[0-9a-f]{64}")
@@ -55,7 +56,9 @@ class Checkpoint:
     Raises CheckpointInvalid when a file is missing, is not what its name says, or lacks a tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mapped: bool = True) -> None:
+        """Not `mapped`, tensors are copies, and files that are cut off meanwhile do no harm."""
+        self._is_mapped = mapped
         try:
             files = open_folder(folder)
         except ModelInvalid as invalid:
@@ -70,6 +73,8 @@ class Checkpoint:
             for path in self.weight_files:
                 self._open(path, files.weight_map)
             self._check_index(files.weight_map)
+            self.opened = self.stamps()
+            """What the weight files were when they were opened."""
         except BaseException:
             self.close()
             raise
@@ -127,6 +132,12 @@ class Checkpoint:
         """The content of config.json."""
         return self._from_system(lambda: (self.folder / CONFIG_NAME).read_bytes())
 
+    def require_unchanged(self) -> None:
+        """Raises CheckpointInvalid where the weight files are no longer what they were when they
+        were opened."""
+        if self.stamps() != self.opened:
+            raise CheckpointInvalid(f"{self.folder}: the files were changed while they were read")
+
     def stamps(self) -> tuple[FileStamp, ...]:
         """What the weight files are now, as far as their metadata shows it."""
         return self._from_system(lambda: tuple(map(FileStamp.of, self.weight_files)))
@@ -181,9 +192,14 @@ class Checkpoint:
 
     def _open(self, path: Path, weight_map: Mapping[str, str]) -> None:
         try:
-            handle = self._stack.enter_context(safe_open(utf8_path(path), framework="pt"))
+            with contextlib.ExitStack() as stack:
+                handle: Any = stack.enter_context(safe_open(utf8_path(path), framework="pt"))
+                if self._is_mapped:
+                    self._stack.enter_context(stack.pop_all())
+            if not self._is_mapped:
+                handle = self._stack.enter_context(UnmappedFile(path))
             names: Iterable[str] = handle.keys()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointInvalid(
                 f"{path} cannot be read as safetensors ({error}); "
                 "remove it and download the model again"

@@ -57,22 +57,27 @@ class WeightsRecord:
 
     @contextmanager
     def open(self, check: Check = no_check) -> Iterator[TensorSource]:
-        """The tensors. Raises CheckpointInvalid where files are not what they were."""
+        """The tensors. Raises CheckpointInvalid where files are not what they were, and at the end
+        where they were changed meanwhile."""
         digests = {name: each.sha256 for name, each in self.descriptions.items()}
         kept = KeptTensors("the weights that this worker keeps", self.kept, digests)
         owners: dict[str, TensorSource] = dict.fromkeys(kept.tensors, kept)
+        checkpoints = []
         with ExitStack() as stack:
             for place in {each for each in self.places.values() if isinstance(each, FolderPlace)}:
-                checkpoint = stack.enter_context(Checkpoint(place.folder))
+                checkpoint = stack.enter_context(Checkpoint(place.folder, mapped=False))
+                checkpoints.append(checkpoint)
                 names = [name for name, each in self.places.items() if each == place]
                 self._require_unchanged(checkpoint, place, names, check)
                 owners |= dict.fromkeys(names, checkpoint)
             yield Overlay("the live weights", owners)
+            for checkpoint in checkpoints:
+                checkpoint.require_unchanged()
 
     def _require_unchanged(
         self, checkpoint: Checkpoint, place: FolderPlace, names: list[str], check: Check
     ) -> None:
-        if checkpoint.stamps() == place.stamps:
+        if checkpoint.opened == place.stamps:
             return
         found = checkpoint.describe(names, check)
         if any(found[name] != self.descriptions[name] for name in names):
@@ -87,4 +92,4 @@ def places_of(source: TensorSource, names: Iterable[str]) -> dict[str, Place]:
     if isinstance(source, KeptTensors):
         return {name: source.tensors[name] for name in names}
     assert isinstance(source, Checkpoint), "a source that is neither files nor memory"
-    return dict.fromkeys(names, FolderPlace(source.folder, source.stamps()))
+    return dict.fromkeys(names, FolderPlace(source.folder, source.opened))

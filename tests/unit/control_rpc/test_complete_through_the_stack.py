@@ -68,6 +68,7 @@ async def streamed(stack: Stack, request: dict[str, object]) -> pb.CompleteRespo
         whole.MergeFrom(
             pb.CompleteResponse(
                 seed=started.seed,
+                weights_spans=finished.weights_spans,
                 request_id=started.request_id,
                 model=started.model,
                 reason=finished.reason,

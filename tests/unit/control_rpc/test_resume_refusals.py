@@ -8,6 +8,7 @@ import grpc
 import pytest
 from google.protobuf import json_format
 
+from control_plane.core import spans as core_spans
 from control_plane.core.events import FinishReason
 from control_plane.core.request import Origin, Resumed
 from control_plane.core.tokens import Tokens
@@ -17,7 +18,12 @@ from tests.support.edge_rig import Edge, generate_request, ids, refusal_of
 from tests.support.planes import ROOT
 from twinplane.common.v1.types_pb2 import SamplingParameters
 from twinplane.inference.v1 import inference_pb2 as pb
-from twinplane.inference.v1.inference_pb2 import GenerationOrigin, Resumption, StopConditions
+from twinplane.inference.v1.inference_pb2 import (
+    GenerationOrigin,
+    Resumption,
+    StopConditions,
+    WeightsSpan,
+)
 
 A, B, C = 64, 65, 66
 """Tokens of the rig's model that are a letter each."""
@@ -57,6 +63,26 @@ LONG, LONG_BYTES = "x" * 2000, b"x" * 2000
         (resumed(origin=GenerationOrigin(weights_digest=LONG)), "resume.origin.weights_digest"),
         (resumed(origin=GenerationOrigin(arithmetic=LONG)), "resume.origin.arithmetic"),
         (resumed(origin=GenerationOrigin(prompt_digest=LONG_BYTES)), "resume.origin.prompt_digest"),
+        (resumed(origin=GenerationOrigin(weights_name=LONG)), "resume.origin.weights_name"),
+        (resumed(origin=GenerationOrigin(adapter_digest="a")), "resume.origin.adapter_digest"),
+        (resumed(A, weights_spans=[WeightsSpan(token_count=2)]), "resume.weights_spans"),
+        (resumed(A, B, weights_spans=[WeightsSpan(token_count=1)]), "resume.weights_spans"),
+        (resumed(A, weights_spans=[WeightsSpan(token_count=1)] * 2), "resume.weights_spans"),
+        (resumed(weights_spans=[WeightsSpan(token_count=1)]), "resume.weights_spans"),
+        (resumed(A, weights_spans=[WeightsSpan()]), "resume.weights_spans[0].token_count"),
+        (
+            resumed(A, weights_spans=[WeightsSpan(token_count=1, weights_digest=LONG)]),
+            "resume.weights_spans[0]",
+        ),
+        (
+            resumed(A, weights_spans=[WeightsSpan(token_count=1, weights_name=LONG)]),
+            "resume.weights_spans[0]",
+        ),
+        (
+            resumed(A, weights_spans=[WeightsSpan.FromString(b"\xc8\x3e\x01\x08\x01")]),
+            "resume.weights_spans[0].1001",
+        ),
+        (generate_request(adapter="a"), "adapter"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", [pb.GenerateRequest, pb.CompleteRequest])
@@ -83,6 +109,32 @@ async def test_the_engine_gets_what_was_generated_and_where(edge: Edge) -> None:
     assert list(request.resumed.token_ids) == [A, B]
     assert request.resumed.origin == Origin("ab" * 32, "x")
     call.cancel()
+
+
+async def test_what_made_the_tokens_is_told_to_the_engine_and_at_an_end(edge: Edge) -> None:
+    spans = [
+        WeightsSpan(token_count=1, weights_digest="a", weights_name="one"),
+        WeightsSpan(token_count=1, weights_digest="b", kv_of_other_weights=True),
+    ]
+    call = edge.stub.Generate(resumed(A, B, weights_spans=[*spans[:1], *spans[1:]]))
+    await edge.engine.stream()
+    [request] = edge.engine.requests
+    assert request.resumed is not None
+    assert request.resumed.spans == (
+        core_spans.WeightsSpan(1, "a", "one"),
+        core_spans.WeightsSpan(1, "b", kv_of_other_weights=True),
+    )
+    call.cancel()
+    ended = resumed(A, B, weights_spans=spans, stop=StopConditions(max_tokens=2))
+    messages = [message async for message in edge.stub.Generate(ended)]
+    assert list(messages[-1].finished.weights_spans) == spans
+    origin = GenerationOrigin(weights_digest="a", weights_name="n", kv_of_other_weights=True)
+    ended = resumed(A, B, origin=origin, stop=StopConditions(max_tokens=2))
+    messages = [message async for message in edge.stub.Generate(ended)]
+    [span] = messages[-1].finished.weights_spans
+    assert span == WeightsSpan(
+        token_count=2, weights_digest="a", weights_name="n", kv_of_other_weights=True
+    )
 
 
 async def test_without_tokens_it_is_the_request_anew(edge: Edge) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from dataclasses import replace
 
 import pytest
 
 from control_plane.core.events import Finish, FinishReason, Usage
+from control_plane.core.request import Origin
 from control_plane.core.tokens import Tokens
+from control_plane.rpc.answers import deltas
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.stream import Delta, TokenStream
 
@@ -154,3 +158,37 @@ async def test_text_that_was_held_back_comes_with_an_end_without_tokens() -> Non
     assert await stream.take() == Delta("a", Tokens([0, 1]))
     stream.push(NOTHING, END)
     assert await stream.take() == Delta("b.", NOTHING, END)
+
+
+@pytest.mark.parametrize("seed", range(60))
+async def test_each_token_is_told_with_its_own_origin_whatever_has_gathered(seed: int) -> None:
+    """Also through the messages that carry it; the last of them has the text."""
+    chance = random.Random(seed)
+    stream = TokenStream()
+    origins = [Origin(digest, "x", weights_name=digest.upper()) for digest in "abc"]
+    pushed: list[tuple[int, str]] = []
+    told: list[tuple[int, str]] = []
+    last = ""
+
+    async def take() -> None:
+        nonlocal last
+        delta = await stream.take()
+        messages = [message.delta for message in deltas(replace(delta, text="t" * 3))]
+        assert [message.text for message in messages[:-1]] == [""] * (len(messages) - 1)
+        for message in messages:
+            if message.HasField("origin"):
+                assert message.origin.weights_digest != last, "told again"
+                last = message.origin.weights_digest
+            told.extend((token, last) for token in message.token_ids)
+
+    for number in range(40):
+        origin = chance.choice(origins)
+        stream.made_with(origin)
+        count = chance.randint(1, 3)
+        stream.push(Tokens([number] * count), None)
+        pushed += [(number, origin.weights_digest)] * count
+        if chance.random() < 0.4:
+            await take()
+    stream.push(Tokens([]), END)
+    await take()
+    assert told == pushed

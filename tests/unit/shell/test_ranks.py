@@ -110,8 +110,6 @@ def test_a_doubled_rank_is_named_with_both_addresses(sizes: tuple[int, int], see
         ({"ranks": RankCoordinates((1, 4), (1, 1)), "rank_count": 4}, "parallel sizes"),
         ({"ranks": RankCoordinates((1, 2), (1, 3)), "rank_count": 6}, "parallel sizes"),
         ({"ranks": RankCoordinates((1, 2), (1, 2), (1, 2))}, "data-parallel ranks"),
-        ({"weight_version": WeightVersion(1, "cd" * 32)}, "weights"),
-        ({"weight_version": WeightVersion(2, "ab" * 32)}, "weight generations"),
         ({"vocabulary_size": 99}, "vocabularies"),
         ({"rank_count": 1}, "executes plans alone"),
     ],

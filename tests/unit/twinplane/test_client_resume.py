@@ -25,6 +25,7 @@ from tests.support.scripted_inference import (
     started,
 )
 from twinplane import FinishReason, GenerationResult, RetryPolicy
+from twinplane.client.responses import GenerationFold
 from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2 as pb
 
@@ -248,3 +249,61 @@ def test_it_is_given_up_in_the_end(
     if patience:
         assert clock.now >= min(patience, timeout or 1e9) - 1.0
     assert len(service.requests) < 1000
+
+
+def span(token_count: int, digest: str, name: str = "", kept: bool = False) -> pb.WeightsSpan:
+    return pb.WeightsSpan(
+        token_count=token_count,
+        weights_digest=digest,
+        weights_name=name,
+        kv_of_other_weights=kept,
+    )
+
+
+def test_which_weights_made_which_tokens_is_told_and_handed_back(
+    call: Call, service: ScriptedInference
+) -> None:
+    kept = with_origin(delta("c", 7), "cd")
+    kept.delta.origin.weights_name, kept.delta.origin.kv_of_other_weights = "v2", True
+    spans = [span(3, "ab"), span(2, "cd", "v2", True)]
+    service.scripts += [
+        [begun(), with_origin(delta("a", 4, 5)), delta("b", 6), kept, UNAVAILABLE],
+        [begun(), delta("d", 8), finished(stop_string="!", weights_spans=spans)],
+    ]
+    result = call("generate", "x")
+    second = service.requests[1]
+    assert isinstance(second, pb.GenerateRequest)
+    assert list(second.resume.weights_spans) == [spans[0], span(1, "cd", "v2", True)]
+    assert result.weights_spans == (
+        twinplane.WeightsSpan(3, "ab"),
+        twinplane.WeightsSpan(2, "cd", "v2", kv_of_other_weights=True),
+    )
+
+
+def test_deltas_have_their_origin() -> None:
+    fold = GenerationFold()
+    messages = [
+        begun(),
+        with_origin(delta("a", 4)),
+        delta("b", 5),
+        with_origin(delta("c", 6), "cd"),
+    ]
+    deltas = [fold.apply(message) for message in messages]
+    assert [None if each is None else each.origin for each in deltas] == [
+        None,
+        twinplane.GenerationOrigin("ab"),
+        None,
+        twinplane.GenerationOrigin("cd"),
+    ]
+
+
+def test_weights_that_changed_are_an_error_of_their_own(
+    call: Call, service: ScriptedInference
+) -> None:
+    info = error_details_pb2.ErrorInfo(reason="WEIGHTS_CHANGED", domain="twinplane")
+    changed = Fail(grpc.StatusCode.ABORTED, "the weights were exchanged", (info,))
+    service.scripts.append([begun(), delta("a", 1), changed])
+    with pytest.raises(twinplane.WeightsChanged, match="exchanged") as caught:
+        call("generate", "x")
+    assert caught.value.partial is not None and caught.value.partial.token_ids == (1,)
+    assert len(service.requests) == 1, "it is not resumed with what others have made"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.runner_rig import build, generate
+from tests.support.runner_rig import generate
 from tests.support.tiny_llama import PROMPTS
 from tests.support.weight_updates import (
+    build,
     from_disk,
     prepare,
     streamed,

@@ -10,10 +10,12 @@ import pytest
 from google.protobuf.message import Message
 
 from tests.support.malformed import broken
+from tests.support.weight_updates import update_message
 from tests.support.worker_rig import Rig, attach_request, first, serving
 from twinplane.grpc.interceptors import MALFORMED_LINES
 from twinplane.grpc.status import read
 from twinplane.worker.v1 import model_runner_pb2 as pb
+from twinplane.worker.v1 import weights_pb2
 
 SERVICE = "/twinplane.worker.v1.ModelRunnerService"
 WHOLE: dict[str, Message] = {
@@ -23,6 +25,12 @@ WHOLE: dict[str, Message] = {
     "GetWorkerInfo": pb.GetWorkerInfoRequest(),
     "GetMemoryPool": pb.GetMemoryPoolRequest(),
     "Execute": pb.ExecuteRequest(forward=first()),
+    "PrepareWeights": update_message(disk=weights_pb2.DiskSource(path="new")),
+    "CommitWeights": weights_pb2.CommitWeightsRequest(epoch=1, update_id="u", digest="d"),
+    "AbortWeights": weights_pb2.AbortWeightsRequest(epoch=1, update_id="u"),
+    "ListTensors": weights_pb2.ListTensorsRequest(),
+    "Sleep": weights_pb2.SleepRequest(epoch=1, tags=[weights_pb2.SLEEP_TAG_KV]),
+    "Wake": weights_pb2.WakeRequest(epoch=1, tags=[weights_pb2.SLEEP_TAG_KV]),
 }
 
 

@@ -33,7 +33,17 @@ POOL = MemoryPool(
     kv_bytes=1100,
     workspace_bytes=70,
     free_bytes=900,
+    prepared_bytes=40,
+    kept_tensors_bytes=30,
 )
+MEMORY = {
+    "weights": 5000,
+    "kv": 1100,
+    "workspace": 70,
+    "prepared": 40,
+    "kept_tensors": 30,
+    "free": 900,
+}
 
 
 def plan(counts: list[int], drafts: list[int] | None = None) -> StepPlan:
@@ -115,7 +125,7 @@ async def test_memory_is_what_the_device_says() -> None:
 
     await one.refresh(ask)
     found = scrape(one)
-    for kind, value in (("weights", 5000), ("kv", 1100), ("workspace", 70), ("free", 900)):
+    for kind, value in MEMORY.items():
         assert found[f"twinplane_worker_memory_bytes{{kind={kind}}}"] == value
     assert found["twinplane_worker_kv_blocks{state=used}"] == 3
     assert found["twinplane_worker_kv_blocks{state=free}"] == 7

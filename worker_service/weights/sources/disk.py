@@ -27,4 +27,4 @@ class DiskReceiver:
         check()
         folder = models.resolve(str(self._path))
         check()
-        return Checkpoint(folder)
+        return Checkpoint(folder, mapped=False)
