@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +37,10 @@ MAX_LINKS = 16
 """Partial updates over one another that a worker which joins late can be brought through."""
 
 
+InThread = Callable[[Callable[[Rollout], None], Rollout], Awaitable[None]]
+"""Calls a function where it may wait for a disk."""
+
+
 class RolloutConflict(Exception):
     """The last rollout is not in a state that allows what was asked."""
 
@@ -63,7 +67,7 @@ class Rollouts:
     """The rollout of now, and the task that drives it.
 
     `first_source`: where workers can probably read the weights that they were started with; they
-    check the digest. Raises StoreUnusable.
+    check the digest. Writing down is done `in_thread`. Raises StoreUnusable.
     """
 
     def __init__(
@@ -74,7 +78,9 @@ class Rollouts:
         clock: Clock,
         new_id: Callable[[], str],
         first_source: Source | None = None,
+        in_thread: InThread = asyncio.to_thread,
     ) -> None:
+        self._in_thread = in_thread
         self._fleet = fleet
         self._store = store
         self._new_id = new_id
@@ -219,7 +225,7 @@ class Rollouts:
 
     async def _take(self, rollout: Rollout, *, wakes: bool = True) -> Rollout:
         """Writes it down, and goes by it from then on."""
-        await asyncio.to_thread(self._store.save, rollout)
+        await self._in_thread(self._store.save, rollout)
         last, self.rollout = self.rollout, rollout
         if last is None or last.rollout_id != rollout.rollout_id:
             self._hands.forget()
