@@ -53,8 +53,12 @@ class RolloutStore:
             self._database = sqlite3.connect(
                 self.path or ":memory:", timeout=0.0, check_same_thread=False, isolation_level=None
             )
-            self._prepare()
         except (OSError, sqlite3.Error) as error:
+            raise StoreUnusable(f"the state in {folder} can't be used: {_words(error)}") from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._database.close()
             raise StoreUnusable(f"the state in {folder} can't be used: {_words(error)}") from error
 
     def load(self) -> Rollout | None:
