@@ -338,3 +338,24 @@ def test_without_a_worker_nobody_knows_what_serves() -> None:
                 await rollouts.begin(Order("v2", DiskSource("v2")))
 
     run_virtual(main)
+
+
+@pytest.mark.parametrize("policy", [InFlightPolicy.KEEP_KV, InFlightPolicy.CONTINUE_ON_NEW])
+def test_a_paused_fleet_gets_other_weights(policy: InFlightPolicy) -> None:
+    async def main(loop: VirtualLoop) -> None:
+        async with running(loop, [SlowWorker(), SlowWorker()]) as rig, rolling(rig) as rollouts:
+            answers = [rig.submit(request(f"r{n}", PROMPTS[n], 30)) for n in range(4)]
+            await until(lambda: all(answer.tokens for answer in answers))
+            await rig.fleet.weights.pause()
+            before = [list(answer.tokens) for answer in answers]
+            await rollouts.begin(Order("v2", DiskSource("v2"), policy=policy))
+            assert (await over(rollouts)).state is RolloutState.DONE
+            await asyncio.sleep(1.0)
+            assert [answer.tokens for answer in answers] == before
+            rig.fleet.weights.resume()
+            await rig.settled(*answers)
+            for answer in answers:
+                assert answer.finish is not None
+                assert [span.weights_name for span in answer.finish.spans] == ["", "v2"]
+
+    run_virtual(main)
