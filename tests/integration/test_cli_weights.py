@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.support.planes import Plane, free_port, plane_environment
 from tests.support.tiny_model import write_tiny_model
@@ -95,6 +97,24 @@ def test_a_day_of_an_operator(server: Server) -> None:
     assert state["rollout"]["in_flight"] == "IN_FLIGHT_POLICY_KEEP_KV"
     assert [each["name"] for each in state["replicas"]] == ["step-2"] * 2
 
+    code, _ = server.run("weights", "rollback")
+    assert code == 0, server.told
+    assert server.made_by() == "step-1"
+
+    streamed = server.folder / "streamed"
+    streamed.mkdir()
+    for number in (1, 2):
+        values = torch.arange(number * 300_000, dtype=torch.float32)
+        save_file(
+            {f"t{number}": values, f"e{number}": values[:0]}, streamed / f"{number}.safetensors"
+        )
+    code, _ = server.run("weights", "update", "streamed", "--name=sent", "--stream")
+    assert code == 0, server.told
+    assert server.made_by() == "sent"
+    (streamed / "3.safetensors").write_bytes(b"none")
+    code, _ = server.run("weights", "update", "streamed", "--name=worse", "--stream")
+    assert code == 1
+    assert "3.safetensors is no safetensors file" in server.told
     code, _ = server.run("weights", "rollback")
     assert code == 0, server.told
     assert server.made_by() == "step-1"
