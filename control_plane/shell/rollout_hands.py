@@ -18,7 +18,13 @@ from control_plane.core.rollout import (
     Prepare,
     View,
 )
-from control_plane.shell.ports import Clock, RefusalReason, WorkerLost, WorkerRefused, WorkerUnusable
+from control_plane.shell.ports import (
+    Clock,
+    RefusalReason,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnusable,
+)
 from control_plane.shell.replica import Replica
 from twinplane.process.logs import fields
 
