@@ -22,6 +22,7 @@ from worker_service.domain.weights import (
     WeightsUpdate,
 )
 from worker_service.weights.sources.distributed import buckets_of
+from worker_service.weights.sources.groups import ANNOUNCEMENT
 from worker_service.weights.sources.interface import bytes_of
 
 
@@ -74,14 +75,21 @@ class Trainer:
         tensors: Tensors,
         change: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = lambda buckets: buckets,
         *,
+        announced: str = "",
         until: threading.Event | None = None,
     ) -> threading.Thread:
-        """Broadcasts on a thread: the buckets as `change` leaves them. Then it waits for `until`,
+        """Broadcasts on a thread: the buckets as `change` leaves them, once it has `announced` or
+        what is right. Then it waits for `until`,
         and leaves."""
 
         def run() -> None:
             try:
-                group = join(PrefixStore(source.key, self.store))
+                store = PrefixStore(source.key, self.store)
+                sizes = [
+                    bucket.byte_count for bucket in buckets_of(source.tensors, source.bucket_bytes)
+                ]
+                store.set(ANNOUNCEMENT, announced or ",".join(map(str, sizes)))
+                group = join(store)
                 for bucket in change(_buckets(source, tensors)):
                     options = dist.BroadcastOptions()
                     options.rootRank = 0

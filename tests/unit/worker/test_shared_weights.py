@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from examples.weight_broadcast import broadcast
 from tests.support.refused_updates import Served, assert_refused, note_receivers, serve
 from tests.support.runner_rig import generate
 from tests.support.shared_weights import Trainer, shared, update_from
@@ -128,9 +130,18 @@ def test_the_broadcaster_dies(
     assert_refused(served, update_from(source), iter(()), SourceLost, "rank 0, which broadcasts")
 
 
-@pytest.mark.parametrize("change", [-188, -100, -16, 1, 4, 100])
-def test_another_size_is_broadcast(served: Served, trainer: Trainer, change: int) -> None:
-    """Gloo takes less for all; of a few bytes less only the digests tell."""
+@pytest.mark.parametrize("announced", ["1", "1,2,3", "x", ",", "0" * 100_000])
+def test_other_buckets_are_announced(served: Served, trainer: Trainer, announced: str) -> None:
+    source = trainer.source(served.tensors, bucket_bytes=5000, timeout_seconds=5.0)
+    sending = trainer.start(source, served.tensors, announced=announced)
+    words = "rank 0 broadcasts other buckets"
+    assert_refused(served, update_from(source), iter(()), SourceLost, words)
+    assert sending.is_alive()  # it waits for the worker, which has not joined
+
+
+@pytest.mark.parametrize("change", [-188, -100, -16])
+def test_a_bucket_comes_short(served: Served, trainer: Trainer, change: int) -> None:
+    """Gloo takes it for whole; of a few bytes less only the digests tell."""
 
     def resized(buckets: list[torch.Tensor]) -> list[torch.Tensor]:
         buckets[2] = torch.zeros(buckets[2].numel() + change, dtype=torch.uint8)
@@ -194,3 +205,21 @@ def test_buckets_hold_what_fits(seed: int) -> None:
         if following is not None:
             assert bucket.byte_count + 4 * sizes[following.indices.start] > limit
     assert staged_bytes(buckets) <= 2 * min(limit, 4 * sum(sizes))
+
+
+# --- what trainers import -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, 12_345, 1 << 40])
+def test_the_example_of_a_trainer_broadcasts(
+    served: Served, trainer: Trainer, digest_of_files: str, bucket_bytes: int
+) -> None:
+    source = trainer.source(served.tensors, bucket_bytes=bucket_bytes)
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(
+            broadcast, served.tensors, trainer.store, source.key, bucket_bytes=bucket_bytes
+        )
+        prepared = prepare(served.runner, update_from(source))
+        sent.result(30)
+    assert prepared.facts.digest == digest_of_files
+    prepared.drop()

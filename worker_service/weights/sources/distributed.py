@@ -73,15 +73,16 @@ class DistributedReceiver:
 
     def _digested(self, check: Check) -> dict[str, bytes]:
         tensors = self._source.tensors
+        sizes = [bucket.byte_count for bucket in self._buckets()]
         with TensorDigests(tensors, lambda index: f"{FIELD}[{index}].sha256") as digests:
-            with joined(self._source, self._device, check) as link:
+            with joined(self._source, self._device, sizes, check) as link:
                 for index in self._received(link, check):
                     digests.add(self._tensors[index])
             return digests.finish(check)
 
     def _received(self, link: Link, check: Check) -> Iterator[int]:
         """The index of each tensor that is whole, in order."""
-        buckets = deque(buckets_of(self._source.tensors, self._source.bucket_bytes))
+        buckets = deque(self._buckets())
         running: deque[tuple[Bucket, torch.Tensor, torch.Tensor, Any]] = deque()
         while buckets or running:
             while buckets and len(running) < _IN_FLIGHT:
@@ -95,6 +96,9 @@ class DistributedReceiver:
                 raise self._lost(f"fewer bytes came than the {bucket.byte_count} of a bucket")
             self._spread(bucket, memory)
             yield from bucket.indices
+
+    def _buckets(self) -> list[Bucket]:
+        return buckets_of(self._source.tensors, self._source.bucket_bytes)
 
     def _memory(self, bucket: Bucket) -> torch.Tensor:
         """Bytes into which a bucket is received."""

@@ -19,6 +19,8 @@ from worker_service.parallel.links import Link
 from worker_service.parallel.store import connect, first_line, local_address
 from worker_service.weights.sources.interface import Check
 
+# Where in the group's store the one who broadcasts says how large its buckets are.
+ANNOUNCEMENT = "buckets"
 _POLL_SECONDS = 0.01
 # Gloo can't be interrupted: what was abandoned ends by itself this long after the worker gave up.
 _GRACE = timedelta(seconds=1)
@@ -56,19 +58,26 @@ class PolledStore(Store):
         while not self._store.check(list(keys)):
             self._check()
             if time.monotonic() > self._deadline:
-                raise SourceLost("not all members of the group came in time")
+                raise SourceLost(
+                    "not all members of the group came in time; the one who broadcasts "
+                    "also has to say how large its buckets are"
+                )
             time.sleep(_POLL_SECONDS)
 
 
 @contextmanager
-def joined(source: DistributedSource, device: torch.device, check: Check) -> Iterator[Link]:
-    """The group of an update; it is left at the end. `check` raises what ends the wait for the
-    others. Raises SourceLost."""
+def joined(
+    source: DistributedSource, device: torch.device, sizes: Sequence[int], check: Check
+) -> Iterator[Link]:
+    """The group of an update, once the source's buckets have these sizes; it is left at the end.
+    `check` raises what ends the wait for the others. Raises SourceLost."""
     where = Rendezvous(0, source.host, source.port, source.key, source.timeout_seconds)
     deadline = time.monotonic() + source.timeout_seconds
     try:
         store = connect(where, deadline, check)
-        link = Link(_group(source, PrefixStore(source.key, store), device, deadline, check))
+        polled = PolledStore(PrefixStore(source.key, store), deadline, check)
+        _require_sizes(source, polled, sizes)
+        link = Link(_group(source, polled, PrefixStore(source.key, store), device))
     except (GroupLost, RuntimeError, OSError) as error:
         raise SourceLost(f"the group can't be joined: {first_line(error)}") from error
     try:
@@ -81,8 +90,19 @@ def joined(source: DistributedSource, device: torch.device, check: Check) -> Ite
         link.close()
 
 
+def _require_sizes(source: DistributedSource, store: PolledStore, sizes: Sequence[int]) -> None:
+    """Raises SourceLost where the source is about to broadcast other buckets: Gloo would end the
+    process at a bucket that is larger than expected, and take a smaller one for whole."""
+    announced = store.get(ANNOUNCEMENT)
+    if announced != ",".join(map(str, sizes)).encode():
+        raise SourceLost(
+            f"rank {source.source_rank} broadcasts other buckets than those that the update "
+            f"describes, which are {len(sizes)} of {sum(sizes)} bytes in all"
+        )
+
+
 def _group(
-    source: DistributedSource, store: Store, device: torch.device, deadline: float, check: Check
+    source: DistributedSource, polled: PolledStore, store: Store, device: torch.device
 ) -> Any:
     timeout = timedelta(seconds=source.timeout_seconds) + _GRACE
     if device.type == "cuda":
@@ -98,5 +118,4 @@ def _group(
     options._timeout = timeout
     options._threads = 1
     options._devices = [gloo.create_device(hostname=address)]
-    polled = PolledStore(store, deadline, check)
     return gloo(polled, source.rank, source.world_size, options)
