@@ -84,7 +84,11 @@ class Trainer:
 
         def run() -> None:
             try:
-                store = PrefixStore(source.key, self.store)
+                # A connection of its own: one that waits lets nobody else on it.
+                own = TCPStore(
+                    "127.0.0.1", self.store.port, is_master=False, wait_for_workers=False
+                )
+                store = PrefixStore(source.key, own)
                 sizes = [
                     bucket.byte_count for bucket in buckets_of(source.tensors, source.bucket_bytes)
                 ]

@@ -173,7 +173,7 @@ def broken(
         case 4:
             other = (index + 1) % len(parts)
             parts[max(index, other)] = parts[min(index, other)]
-            return tuple(parts), r"\.name: the tensor .* comes twice"
+            return tuple(parts), r".*\.name: the tensor .* comes twice"
         case _:
             parts[index] = replace(tensor, sha256=drawn.randbytes(32))
             return tuple(parts), rf"\[{index}\](\.tensor)?\.sha256: the bytes of the tensor"
