@@ -6,16 +6,18 @@ It speaks the worker's contract (protos/twinplane/worker/v1) itself, in place of
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import torch
 
+from twinplane.common.v1 import types_pb2
 from twinplane.worker.v1 import (
     info_pb2,
     model_runner_pb2,
     model_runner_pb2_grpc,
+    step_pb2,
     weights_pb2,
 )
 
@@ -38,6 +40,8 @@ class WorkerUpdates:
         self._controller_id = controller_id
         self.epoch = int(time.time() * 1000)
         self.version: Any = None
+        self.last_step = 0
+        self.block_size = 0
 
     def attach(self) -> None:
         """Claims the worker: whoever had it is fenced."""
@@ -49,6 +53,8 @@ class WorkerUpdates:
             )
         )
         self.version = answer.worker_info.weight_version
+        pool = self.stub.GetMemoryPool(model_runner_pb2.GetMemoryPoolRequest()).memory_pool
+        self.block_size = pool.block_token_count
 
     def prepare(
         self, update_id: str, tensors: Trained, **source: Any
@@ -82,6 +88,53 @@ def described(tensors: Trained) -> list[weights_pb2.TensorDescription]:
         )
         for name, tensor in tensors.items()
     ]
+
+
+def generate(
+    worker: WorkerUpdates, prompt: Sequence[int], samples: int, tokens: int, seed: int = 1
+) -> list[list[int]]:
+    """Samples of so many tokens each, at temperature 1, from the worker's weights of now.
+
+    All rows are in every step, and leave at the end. A real controller does far more: see
+    docs/architecture.md.
+    """
+    blocks = -(-(len(prompt) + tokens) // worker.block_size)
+    added = [
+        step_pb2.AddedSequence(
+            row=row,
+            token_ids=prompt,
+            prompt_token_count=len(prompt),
+            output=step_pb2.OUTPUT_KIND_SAMPLE,
+            sampling=types_pb2.SamplingParameters(
+                temperature=1.0, top_p=1.0, seed=seed * samples + row
+            ),
+            block_ids=range(1 + row * blocks, 1 + (row + 1) * blocks),
+        )
+        for row in range(samples)
+    ]
+    rows = list(range(samples))
+    first = step_pb2.ScheduledRows(
+        rows=rows, start_positions=[0] * samples, token_counts=[len(prompt)] * samples
+    )
+    found = [_step(worker, added=added, scheduled=first)]
+    for position in range(len(prompt), len(prompt) + tokens - 1):
+        following = step_pb2.ScheduledRows(
+            rows=rows, start_positions=[position] * samples, source_step_distances=[1] * samples
+        )
+        found.append(_step(worker, scheduled=following))
+    _step(worker, removed_rows=rows)
+    return [list(each) for each in zip(*found, strict=True)]
+
+
+def _step(worker: WorkerUpdates, **plan: Any) -> Sequence[int]:
+    """Runs a step; returns a token for each row in it."""
+    worker.last_step += 1
+    request = model_runner_pb2.ForwardRequest(
+        plan=step_pb2.StepPlan(
+            epoch=worker.epoch, step_id=worker.last_step, weight_version=worker.version, **plan
+        )
+    )
+    return worker.stub.Forward(request).result.tokens
 
 
 def _messages(
