@@ -36,6 +36,11 @@ from twinplane.models import resolve
 from twinplane.worker.v1 import weights_pb2
 
 BUCKET_BYTES = 32 << 20
+_LIMITS = (
+    "Ways in end in fresh memory, whose pages the kernel clears first, and include a SHA-256 of "
+    "every byte. Where the digest of one thread is slower than half of the copy, a stream, which "
+    "is digested as it comes, cannot reach its bar"
+)
 _LIMIT = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -166,7 +171,8 @@ class Ways:
 
 
 def report(results: Results, case: str, samples: dict[str, list[float]]) -> None:
-    """The rates, and the ratios that issue 11 wants."""
+    """The rates, and their ratios."""
+    results.note(_LIMITS)
     measured = {
         name: results.measured(case, name, "GB/s", rates) for name, rates in samples.items()
     }

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from worker_service.domain.errors import UpdateInvalid
@@ -42,10 +43,7 @@ class IpcReceiver:
         self._device = device
         with _opened(source, device):
             pass
-        self._tensors = {
-            each.name: torch.empty(each.shape, dtype=DTYPES[each.number_format])
-            for each in source.tensors
-        }
+        self._tensors = {each.name: _taken(each) for each in source.tensors}
 
     def put(self, chunk: TensorChunk) -> None:
         """See Receiver."""
@@ -66,6 +64,13 @@ class IpcReceiver:
                 memory.read(offset, tensor, check)
                 digests.add(tensor)
             return digests.finish(check)
+
+
+def _taken(tensor: TensorDescription) -> torch.Tensor:
+    """Memory for it. numpy's, unlike torch's, is in huge pages where it is large, so that a read
+    into it stops for far fewer page faults: measured, it is twice as fast or more."""
+    data = torch.from_numpy(np.empty(tensor.byte_count, np.uint8))
+    return data.view(DTYPES[tensor.number_format]).reshape(tensor.shape)
 
 
 def require_layout(source: IpcSource) -> None:
