@@ -2,8 +2,8 @@
 
     python -m examples.rl_loop [--model MODEL] [--rounds 20] [--way broadcast|stream|memory]
 
-The policy is trained here, by transformers; the reward is the share of a wanted token among what it
-writes (--wanted), with the mean reward of the round as the baseline (REINFORCE). Each round the
+The policy is trained here, by transformers; the reward is the share of even numbers among the
+tokens that it writes, with the mean reward of the round as the baseline (REINFORCE). Each round the
 worker samples from the weights of the round before, which its answers name. At the end it prints
 the share of the time that updates took.
 """
@@ -62,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--wanted", type=int, default=10, help="the token that is rewarded")
     parser.add_argument("--learning-rate", type=float, default=1e-5)
     parser.add_argument("--way", choices=WAYS, default="broadcast")
     options = parser.parse_args(arguments)
@@ -76,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             outputs = generate(updates, PROMPT, options.samples, options.tokens, seed=number)
             generated = time.perf_counter()
             rewards = torch.tensor(
-                [sum(token == options.wanted for token in each) / len(each) for each in outputs]
+                [sum(token % 2 == 0 for token in each) / len(each) for each in outputs]
             )
             loss = train(policy, optimizer, outputs, rewards)
             trained = time.perf_counter()
