@@ -106,12 +106,22 @@ class Sequence:
     """When it was first scheduled; None before."""
     spans: Spans = ()
     """Which weights made its tokens, as far as that was noted; the others are of those now."""
+    adapter_slot: int = 0
+    """Where its adapter is while it runs; 0: it has none, or waits."""
+    awaits_adapter: bool = False
+    """It waits for its adapter to get a slot, not for a row; see adapters.py."""
     keeps_kv: bool = False
     """Other weights than those now have made some of its KV: no other sequence may share that."""
 
     @property
     def completion_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def adapter_digest(self) -> str:
+        """Of the adapter that computes it; empty: the model alone does."""
+        adapter = self.request.adapter
+        return "" if adapter is None else adapter.digest
 
     @property
     def reached(self) -> int:
