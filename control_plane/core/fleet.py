@@ -105,6 +105,14 @@ class Member:
         )
 
     @property
+    def gives_slots(self) -> bool:
+        """Whether the first that waits for an adapter finds a slot with the next plan."""
+        ledger, adapters = self.core.ledger, self.core.ledger.adapters
+        return self.state is MemberState.ATTACHED and any(
+            adapters.is_unused(slot, ledger.answered_step_id) for slot in adapters.slots
+        )
+
+    @property
     def has_free_row(self) -> bool:
         """Whether a row is left, behind those that wait, wherever the worker is."""
         ledger = self.core.ledger
@@ -269,13 +277,13 @@ def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence
     moves.
     """
     found = [] if source.queue_moves else [source.core.ledger.waiting]
-    adapters = source.core.ledger.adapters
-    found += [
-        queue
-        for digest, queue in adapters.queues.items()
-        if not ((slot := adapters.slot_of(digest)) and slot.is_loading)
-        and target.could_take(digest)
-    ]
+    if not source.gives_slots:
+        adapters = source.core.ledger.adapters
+        found += [
+            queue
+            for digest, queue in adapters.queues.items()
+            if not ((slot := adapters.slot_of(digest)) and slot.is_loading)
+        ]
     firsts = [
         first
         for queue in found

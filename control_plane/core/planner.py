@@ -278,18 +278,7 @@ class _Planner:
         ledger.admission.note_start(now)
         self.added_token_count += len(sequence.token_ids)
         self.added.append(
-            AddedSequence(
-                row=sequence.row,
-                token_ids=sequence.token_ids[:],
-                prompt_token_count=sequence.prompt_count,
-                sampling=sequence.request.sampling,
-                seed=sequence.request.seed,
-                output=sequence.request.output,
-                block_ids=list(hits),  # the blocks of the first chunk come as appended ones
-                computed_token_count=sequence.computed,
-                adapter_slot=sequence.adapter_slot,
-                adapter_digest=sequence.adapter_digest,
-            )
+            sequence.added(hits)  # the blocks of the first chunk come as appended ones
         )
         self._schedule_chunk(sequence, index, self.budget)
 

@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 
-from control_plane.core.plan import BlockId, Row, WeightVersion
+from control_plane.core.plan import AddedSequence, BlockId, Row, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.spans import Spans, WeightsSpan, extended, token_count
 
@@ -143,6 +143,21 @@ class Sequence:
         if self.cached_prompt_count is None:
             self.cached_prompt_count = min(hit_count, self.prompt_count)
 
+    def added(self, hits: list[BlockId]) -> AddedSequence:
+        """As it enters the worker's batch, with these blocks."""
+        return AddedSequence(
+            row=self.row,
+            token_ids=self.token_ids[:],
+            prompt_token_count=self.prompt_count,
+            sampling=self.request.sampling,
+            seed=self.request.seed,
+            output=self.request.output,
+            block_ids=list(hits),
+            computed_token_count=self.computed,
+            adapter_slot=self.adapter_slot,
+            adapter_digest=self.adapter_digest,
+        )
+
     def grown(self, blocks: list[BlockId], token_count: int) -> None:
         """It has more blocks, for so many tokens."""
         self.blocks += blocks
@@ -213,6 +228,7 @@ class Sequence:
         copied.vacated(SequenceState.WAITING)
         copied.lost()
         copied.block_hashes = []
+        copied.adapter_slot, copied.awaits_adapter = 0, False
         self.state = SequenceState.OVER
         return copied
 

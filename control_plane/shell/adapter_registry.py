@@ -60,14 +60,18 @@ class AdapterRegistry:
 
         Raises AdapterRefused; nothing has changed then.
         """
-        if not _NAME.match(name):
-            raise AdapterRefused(
-                f"{name!r} is no name of an adapter: letters, digits and . _ - / are, up to 128"
-            )
         try:
             files = await asyncio.to_thread(self._read, folder)
         except AdapterUnreadable as error:
             raise AdapterRefused(str(error)) from error
+        return self.add(name, files, is_pinned=is_pinned)
+
+    def add(self, name: str, files: AdapterFiles, *, is_pinned: bool = False) -> RegisteredAdapter:
+        """The same for a folder that was read. Raises AdapterRefused."""
+        if not _NAME.match(name):
+            raise AdapterRefused(
+                f"{name!r} is no name of an adapter: letters, digits and . _ - / are, up to 128"
+            )
         if name not in self._by_name and len(self._by_name) >= MOST_ADAPTERS:
             raise AdapterRefused(f"{MOST_ADAPTERS} adapters are registered, which is the most")
         added = RegisteredAdapter(Adapter(name, files.digest), files, is_pinned)
