@@ -120,8 +120,8 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-who-starts-anyway",
         "fleet.py",
-        "    if source.queue_moves:",
-        "    if not source:",
+        "[] if source.queue_moves else",
+        "[] if not source else",
     ),
     Mutant(
         "relief-of-nobody",
