@@ -82,7 +82,7 @@ def choose(
 def _listed(served: ServedModel | None, registry: AdapterRegistry) -> list[str]:
     assert served is not None
     names = [f"{served.name}:{name}" for name in registry.names(_MOST_LISTED)]
-    if (more := len(registry) - len(names)) > 0:
+    if (more := registry.count - len(names)) > 0:
         names.append(f"{more} more adapters")
     return names
 

@@ -67,7 +67,7 @@ def read_adapter_files(folder: str) -> AdapterFiles:
         raise AdapterUnreadable(f"{str(path)!r} has no {name}") from error
     except OSError as error:
         raise AdapterUnreadable(f"{str(path)!r} can't be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise AdapterUnreadable(f"{str(path)!r} has no adapter that can be read") from error
     digest = _digest(config, told)
     sha256 = tuple((name, sha) for name, (_, _, sha) in told.items())
@@ -138,6 +138,8 @@ def _scale(config: Mapping[str, Any], module: str) -> float:
 
 def _of_pattern(pattern: Any, module: str, default: Any) -> Any:
     """The value of the first pattern that the end of a module's name fits; ^: all of the name."""
+    if not isinstance(pattern, dict | None):
+        raise TypeError("a pattern is no object")
     for name, value in (pattern or {}).items():
         plain = name.replace(r"\.", ".").removesuffix("$")
         whole = plain.startswith("^")

@@ -50,7 +50,9 @@ class AdapterRegistry:
         self.pinned: frozenset[str] = frozenset()
         """Digests."""
 
-    def __len__(self) -> int:
+    @property
+    def count(self) -> int:
+        """How many have a name."""
         return len(self._by_name)
 
     async def register(

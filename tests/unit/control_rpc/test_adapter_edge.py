@@ -142,7 +142,7 @@ async def test_an_answer_says_which_adapter_made_it(edge: Edge) -> None:
     call = edge.stub.Generate(generate_request(adapter="sql"))
     await call.read()
     edge.engine.streams[-1].made_with(Origin("ab" * 32, "x"))
-    edge.engine.push(64)
+    edge.engine.push([64])
     message = await call.read()
     assert message.delta.origin.adapter_digest == "d1"
     call.cancel()
@@ -156,7 +156,8 @@ async def test_an_adapter_that_cannot_be_loaded_is_worth_another_try(edge: Edge)
     edge.engine.refusal = None
     call = edge.stub.Generate(generate_request())
     await call.read()
-    edge.engine.end(FinishReason.ADAPTER_UNAVAILABLE, detail="the tensors don't fit")
+    failed = edge.engine.end(FinishReason.ADAPTER_UNAVAILABLE, detail="the tensors don't fit")
+    edge.engine.push([], failed)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -257,4 +258,4 @@ async def test_folders_that_are_refused(
         await registry.register("a", str(folder))
     with pytest.raises(AdapterRefused, match="has no adapter_config"):
         await registry.register("a", str(tmp_path))
-    assert len(registry) == 0
+    assert registry.count == 0
