@@ -62,6 +62,7 @@ def read_adapter_files(folder: str) -> AdapterFiles:
         if not isinstance(config, dict):
             raise AdapterUnreadable(f"{CONFIG_NAME} is no JSON object")
         told = _tensors(path / TENSORS_NAME)
+        digest = _digest(config, told)
     except FileNotFoundError as error:
         name = Path(str(error.filename)).name
         raise AdapterUnreadable(f"{str(path)!r} has no {name}") from error
@@ -69,7 +70,6 @@ def read_adapter_files(folder: str) -> AdapterFiles:
         raise AdapterUnreadable(f"{str(path)!r} can't be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise AdapterUnreadable(f"{str(path)!r} has no adapter that can be read") from error
-    digest = _digest(config, told)
     sha256 = tuple((name, sha) for name, (_, _, sha) in told.items())
     return AdapterFiles(str(path.absolute()), digest, config_json, sha256)
 
