@@ -17,6 +17,8 @@ from control_plane.shell.engine import AdapterUnavailable
 from tests.support.edge_rig import Edge, generate_request
 from twinplane.common.v1.types_pb2 import SamplingParameters
 from twinplane.inference.v1 import inference_pb2 as pb
+from worker_service.domain.adapters import AdapterLimits
+from worker_service.weights.adapter_reader import read_adapter
 
 
 def add(edge: Edge, name: str, digest: str = "d1") -> None:
@@ -213,9 +215,6 @@ def test_a_digest_is_of_what_decides_results(tmp_path: Path) -> None:
 
 
 def test_the_worker_finds_the_same_digest(tmp_path: Path) -> None:
-    reader = pytest.importorskip("worker_service.weights.adapter_reader")
-    from worker_service.domain.adapters import AdapterLimits
-
     for number, extra in enumerate(
         (
             {},
@@ -226,8 +225,9 @@ def test_the_worker_finds_the_same_digest(tmp_path: Path) -> None:
         )
     ):
         pair = {**PAIR, f"{MODULE}.lora_A.weight": bytes([number]) * 8}
+        pair[f"{MODULE}.lora_B.weight"] = b"\0" * 4
         folder = write(tmp_path / str(number), {**CONFIG, "r": 1, **extra}, pair)
-        found = reader.read_adapter(folder, None, AdapterLimits(1, 8))
+        found = read_adapter(folder, None, AdapterLimits(1, 8))
         assert found.description.digest == read_adapter_files(str(folder)).digest
 
 
