@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 CONFIG_NAME = "adapter_config.json"
@@ -24,10 +23,8 @@ _LENGTH_BYTES = 8
 _READ_BYTES = 1024 * 1024
 _PREFIX = "base_model.model."
 _A, _B = ".lora_A.weight", ".lora_B.weight"
-_FORMATS: Mapping[str, str] = MappingProxyType(
-    {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-)
-"""Of a safetensors file, and the contract's names in lower case."""
+_FORMATS = ("F32", "BF16", "F16")
+"""As a safetensors file names them."""
 
 
 class AdapterUnreadable(Exception):
@@ -101,7 +98,7 @@ def _tensors(path: Path) -> _Told:
                     raise AdapterUnreadable(f"{TENSORS_NAME} ends early")
                 sha.update(data)
                 start += len(data)
-            told[name] = (_FORMATS[entry["dtype"]], list(entry["shape"]), sha.digest())
+            told[name] = (entry["dtype"], list(entry["shape"]), sha.digest())
     if not told:
         raise AdapterUnreadable(f"{TENSORS_NAME} has no tensors")
     return told
