@@ -81,7 +81,11 @@ class ReplicaAdapters:
 
     async def _load(self, core: Scheduler, load: AdapterLoad) -> None:
         started = self._clock()
-        told = fields(replica=self._number, adapter=load.name, adapter_digest=load.digest[:12])
+        told: dict[str, object] = {
+            "replica": self._number,
+            "adapter": load.name,
+            "adapter_digest": load.digest[:12],
+        }
         try:
             assert isinstance(self._worker, AdaptersWorker), "a worker without slots"
             files = self._registry.files(load.digest)
@@ -90,7 +94,7 @@ class ReplicaAdapters:
             await self._worker.load_adapter(load.slot, files)
         except (WorkerLost, WorkerRefused) as error:
             is_passing = isinstance(error, WorkerLost) or error.reason in _PASSING
-            _logger.warning("an adapter was not loaded", extra={**told, **fields(error=str(error))})
+            _logger.warning("an adapter was not loaded", extra=fields(**told, error=str(error)))
             if is_passing:
                 await asyncio.sleep(_RETRY_SECONDS)
                 core.adapters.lost(load)
@@ -100,7 +104,5 @@ class ReplicaAdapters:
         else:
             core.adapters.loaded(load)
             seconds = round(self._clock() - started, 3)
-            _logger.info(
-                "adapter loaded", extra={**told, **fields(slot=load.slot, seconds=seconds)}
-            )
+            _logger.info("adapter loaded", extra=fields(**told, slot=load.slot, seconds=seconds))
         self._wake()
