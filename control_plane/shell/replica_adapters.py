@@ -81,7 +81,7 @@ class ReplicaAdapters:
 
     async def _load(self, core: Scheduler, load: AdapterLoad) -> None:
         started = self._clock()
-        told: dict[str, object] = {
+        told: dict[str, str | int] = {
             "replica": self._number,
             "adapter": load.name,
             "adapter_digest": load.digest[:12],
