@@ -10,7 +10,7 @@ import secrets
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from datetime import datetime
@@ -32,7 +32,6 @@ from control_plane.rpc.server import (
     inference_service,
 )
 from control_plane.rpc.workers import place_at, worker_at
-from control_plane.shell.adapter_registry import AdapterRefused, AdapterRegistry
 from control_plane.shell.fleet import Fleet
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.membership import Membership
@@ -213,7 +212,7 @@ async def _serve(
             on_readiness=on_readiness,
             served_model_name=model_name,
         )
-        if (refusal := await _register_adapters(fleet.adapters, config.adapters)) is not None:
+        if (refusal := await fleet.adapters.register_all(config.adapters)) is not None:
             return _failed(refusal)
         membership = Membership(
             fleet,
@@ -277,20 +276,6 @@ async def _serve(
     if code == 0:
         _logger.info("stopped", extra=fields(reason=signals.reason))
     return code
-
-
-async def _register_adapters(
-    registry: AdapterRegistry, adapters: Sequence[tuple[str, str]]
-) -> str | None:
-    """Makes adapters known by their names. Returns why one can't be; None: all are."""
-    for name, folder in adapters:
-        try:
-            added = await registry.register(name, folder)
-        except AdapterRefused as error:
-            return f"can't serve the adapter {name!r}: {error}"
-        digest = added.adapter.digest[:12]
-        _logger.info("adapter registered", extra=fields(adapter=name, adapter_digest=digest))
-    return None
 
 
 async def run_until_stopped(

@@ -5,12 +5,15 @@ from. A new adapter under an old name is a new adapter; requests in flight keep 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from control_plane.core.request import Adapter
 from control_plane.shell.adapter_files import AdapterFiles, AdapterUnreadable, read_adapter_files
+
+_logger = logging.getLogger(__name__)
 
 MOST_ADAPTERS = 16_384
 _MOST_RETIRED = 1024
