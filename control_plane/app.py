@@ -212,6 +212,8 @@ async def _serve(
             on_readiness=on_readiness,
             served_model_name=model_name,
         )
+        if (refusal := await fleet.adapters.register_all(config.adapters)) is not None:
+            return _failed(refusal)
         membership = Membership(
             fleet,
             lambda address: worker_at(address, controller_id=controller_id),
@@ -232,6 +234,7 @@ async def _serve(
             workers=lambda: [serving_worker(replica) for replica in fleet.replicas],
             settled=first_claim.settled,
             default_sampling=sampling,
+            adapters=fleet.adapters,
         )
         server = ControlServer(
             [inference_service(servicer)],

@@ -15,7 +15,8 @@ class SchedulerConfig:
     `ageing_seconds` is worth one priority level more. A decoding row verifies up to
     `max_draft_token_count` drafts of the worker's own drafter in a step; 0: there is none. A plan
     adds sequences of `max_added_token_count` tokens in all, or one longer one: that bounds its
-    message, and how long both planes' loops are busy with it.
+    message, and how long both planes' loops are busy with it. The worker holds up to
+    `adapter_slot_count` adapters at once, in slots from 1 on.
 
     Raises ValueError for values that could not work, among them a pool that cannot hold one
     sequence of the greatest length: that one always fits is what keeps preemption from running in
@@ -34,6 +35,7 @@ class SchedulerConfig:
     ageing_seconds: float = 10.0
     max_draft_token_count: int = 0
     max_added_token_count: int = 2**18
+    adapter_slot_count: int = 0
 
     def __post_init__(self) -> None:
         counts = (
@@ -47,6 +49,7 @@ class SchedulerConfig:
             ("pipeline_stage_count", self.pipeline_stage_count, 1),
             ("max_draft_token_count", self.max_draft_token_count, 0),
             ("max_added_token_count", self.max_added_token_count, 1),
+            ("adapter_slot_count", self.adapter_slot_count, 0),
         )
         for name, value, least in counts:
             if value < least:

@@ -25,6 +25,8 @@ class FinishReason(Enum):
     FAULT = "fault"
     WEIGHTS_CHANGED = "weights_changed"
     """Other weights came, and the operator chose to end what had begun with the old ones."""
+    ADAPTER_UNAVAILABLE = "adapter_unavailable"
+    """Its adapter could not be loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,11 @@ class Counters:
     cached_prompt_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
+    adapter_hits: int = 0
+    adapter_waits: int = 0
+    adapter_loads: int = 0
+    adapter_failures: int = 0
+    adapter_evictions: int = 0
     finished: dict[FinishReason, int] = field(
         default_factory=lambda: dict.fromkeys(FinishReason, 0)
     )
@@ -119,6 +126,10 @@ class Stats:
     preemption, a move or the loss of a worker it is one of `recomputed_tokens`, as is a generated
     token. `generated_tokens` are those that were handed out. Output that a resumed request
     brings is none of these.
+
+    A sequence with an adapter that comes finds it in a slot (`adapter_hits`) or waits for it
+    (`adapter_waits`). `adapters_waiting` of those that are `waiting` wait for one now. An eviction
+    is a load in place of another adapter.
     """
 
     running: int
@@ -139,6 +150,12 @@ class Stats:
     generated_by_weights: Mapping[str, int] = field(default_factory=dict)
     """`generated_tokens` by the weights that made them: their name, or the start of their digest.
     Only the last few weights are remembered."""
+    adapters_waiting: int = 0
+    adapter_hits: int = 0
+    adapter_waits: int = 0
+    adapter_loads: int = 0
+    adapter_failures: int = 0
+    adapter_evictions: int = 0
 
     def without_worker(self) -> Stats:
         """What of it holds while the worker is lost: it has no KV, and nothing is in flight."""

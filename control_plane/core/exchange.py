@@ -28,7 +28,7 @@ class Exchange:
 
     def note(self, member: Member) -> None:
         """Its queue or its places may have changed."""
-        if member.core.ledger.waiting:
+        if member.has_queue:
             self._queued[member.number] = None
         if member.has_free_row:
             self._free[member.number] = None
@@ -47,13 +47,13 @@ class Exchange:
 
     def _next(self, member: Member) -> Move | None:
         """Who waits here goes first: that may make room for others."""
-        if self._free and not member.queue_moves:
+        if self._free and (not member.queue_moves or member.core.ledger.adapters.queues):
             for other in self._still(self._free, lambda other: other.has_free_row):
                 move = relief(other, [member], may_cross=self._may_cross)
                 if move is not None:
                     return move
         if self._queued and member.has_free_place:
-            queued = self._still(self._queued, lambda other: bool(other.core.ledger.waiting))
+            queued = self._still(self._queued, lambda other: other.has_queue)
             return relief(member, queued, may_cross=self._may_cross)
         return None
 

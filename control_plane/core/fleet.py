@@ -16,6 +16,7 @@ from enum import Enum
 from control_plane.core import placement, room, succession, suspicion
 from control_plane.core.placement import Leads, Load
 from control_plane.core.plan import BlockId
+from control_plane.core.ranked_list import RankedList
 from control_plane.core.request import Origin, Request, SequenceId
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.sequence import Sequence
@@ -91,6 +92,27 @@ class Member:
         )
 
     @property
+    def has_queue(self) -> bool:
+        """Whether somebody waits there, for a row or for an adapter's slot."""
+        ledger = self.core.ledger
+        return bool(ledger.waiting or ledger.adapters.queues)
+
+    def could_take(self, adapter_digest: str) -> bool:
+        """Whether nobody with this adapter, or with none, would wait for a slot there for long."""
+        ledger = self.core.ledger
+        return not adapter_digest or ledger.adapters.could_take(
+            adapter_digest, ledger.answered_step_id
+        )
+
+    @property
+    def gives_slots(self) -> bool:
+        """Whether the first that waits for an adapter finds a slot with the next plan."""
+        ledger, adapters = self.core.ledger, self.core.ledger.adapters
+        return self.state is MemberState.ATTACHED and any(
+            adapters.is_unused(slot, ledger.answered_step_id) for slot in adapters.slots
+        )
+
+    @property
     def has_free_row(self) -> bool:
         """Whether a row is left, behind those that wait, wherever the worker is."""
         ledger = self.core.ledger
@@ -120,19 +142,24 @@ class Member:
         planned = room.backlog_token_count(ledger) + len(ledger.running)
         return planned < ledger.config.max_step_token_count and self.has_place_for(token_count, [])
 
-    def load(self, token_count: int, hashes: list[bytes], lead: int = 0) -> Load:
+    def load(
+        self, token_count: int, hashes: list[bytes], lead: int = 0, adapter_digest: str = ""
+    ) -> Load:
         """How it looks to a sequence of so many tokens, whose prompt has these block hashes."""
         ledger = self.core.ledger
         hits = ledger.cache.find(hashes)
         return Load(
             replica=self.number,
             attached=self.state is MemberState.ATTACHED,
-            starts=self.has_place_for(token_count, hits) and not suspicion.is_doubtful(ledger),
+            starts=self.has_place_for(token_count, hits)
+            and self.could_take(adapter_digest)
+            and not suspicion.is_doubtful(ledger),
             backlog_token_count=room.backlog_token_count(ledger),
             running=len(ledger.running),
             free_kv_tokens=ledger.pool.free_count * ledger.config.block_size,
             cached_token_count=len(hits) * ledger.config.block_size,
             lead_token_count=lead,
+            has_adapter=not adapter_digest or ledger.adapters.slot_of(adapter_digest) is not None,
         )
 
 
@@ -162,20 +189,23 @@ def places(members: Iterable[Member], request: Request, leads: Leads | None = No
         tokens.extend(request.resumed.token_ids)
         origin = request.resumed.origin
     longest = max(member.traits.max_sequence_token_count for member in taking.values())
-    hashes = _Hashes(tokens, request.cache_salt)
+    adapter_digest = "" if request.adapter is None else request.adapter.digest
+    hashes = _Hashes(tokens, request.cache_salt, adapter_digest)
     computed = {
         number: member.core.ledger.counters.computed_tokens for number, member in taking.items()
     }
     lead = (leads or Leads()).update(computed, reach=_REACH * longest)
     ordered = placement.order(
         [
-            member.load(len(tokens), hashes.of(member), lead[number])
+            member.load(len(tokens), hashes.of(member), lead[number], adapter_digest)
             for number, member in taking.items()
         ],
         slack=longest // _SLACK_PART,
     )
     found = [taking[number] for number in ordered]
     found.sort(key=lambda member: member.state is MemberState.LOST or member.is_held)
+    if adapter_digest:
+        found.sort(key=lambda member: not member.traits.takes_adapters)
     wanted = min(length, longest)
     found.sort(key=lambda member: member.traits.max_sequence_token_count < wanted)
     if origin is not None:
@@ -210,9 +240,13 @@ def evacuation(source: Member, members: Iterable[Member], *, may_cross: bool) ->
                 if any(alike(source, own) for own in able.values()):
                     able = {key: own for key, own in able.items() if alike(source, own)}
         if able:
-            hashes = _Hashes(sequence.token_ids, sequence.request.cache_salt)
+            digest = sequence.adapter_digest
+            hashes = _Hashes(sequence.token_ids, sequence.request.cache_salt, digest)
             token_count = len(sequence.token_ids)
-            loads = [own.load(token_count, hashes.of(own)) for own in able.values()]
+            loads = [
+                own.load(token_count, hashes.of(own), adapter_digest=digest)
+                for own in able.values()
+            ]
             yield Move(sequence.sequence_id, source.number, placement.order(loads)[0])
 
 
@@ -237,10 +271,33 @@ def relief(idle: Member, queued: Iterable[Member], *, may_cross: bool) -> Move |
 
 
 def _first_to_go(source: Member, target: Member, *, may_cross: bool) -> Sequence | None:
-    """The first of a queue that can go elsewhere. None when the queue moves by itself."""
-    if source.queue_moves:
-        return None
-    for sequence in source.core.ledger.waiting:
+    """The first of a queue that can go elsewhere. None when the queue moves by itself.
+
+    Who waits for a slot goes where there is one, also when the queue of those that wait for a row
+    moves.
+    """
+    found = [] if source.queue_moves else [source.core.ledger.waiting]
+    if not source.gives_slots:
+        adapters = source.core.ledger.adapters
+        found += [
+            queue
+            for digest, queue in adapters.queues.items()
+            if not ((slot := adapters.slot_of(digest)) and slot.is_loading)
+        ]
+    firsts = [
+        first
+        for queue in found
+        if (first := _first_of(queue, source, target, may_cross=may_cross)) is not None
+    ]
+    return min(firsts, key=lambda sequence: sequence.rank, default=None)
+
+
+def _first_of(
+    queue: RankedList, source: Member, target: Member, *, may_cross: bool
+) -> Sequence | None:
+    for sequence in queue:
+        if not target.could_take(sequence.adapter_digest):
+            continue
         if sequence.pending:
             continue  # its tokens come soon
         if sequence.sequence_id in source.core.ledger.suspects and (
@@ -278,9 +335,9 @@ def _rounds_alike(one: Member, other: Member) -> bool:
 class _Hashes:
     """A prompt's block hashes, computed once for all replicas whose blocks are alike."""
 
-    def __init__(self, token_ids: array[int], salt: str) -> None:
+    def __init__(self, token_ids: array[int], salt: str, adapter_digest: str) -> None:
         self._token_ids = token_ids
-        self._salt = salt
+        self._chained = (salt, adapter_digest)
         self._found: dict[tuple[int, str], list[bytes]] = {}
 
     def of(self, member: Member) -> list[bytes]:
@@ -289,5 +346,5 @@ class _Hashes:
             return []
         key = (config.block_size, member.core.ledger.weight_version.digest)
         if key not in self._found:
-            self._found[key] = member.core.ledger.cache.hashes(self._token_ids, self._salt)
+            self._found[key] = member.core.ledger.cache.hashes(self._token_ids, *self._chained)
         return self._found[key]

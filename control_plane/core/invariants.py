@@ -17,10 +17,11 @@ def check(scheduler: Scheduler) -> None:
     _check_spans(ledger)
     _check_rows(ledger)
     _check_inflight(ledger)
-    for sequence in [*ledger.waiting, *ledger.parked.values()]:
+    for sequence in [*ledger.waiting, *ledger.parked.values(), *ledger.adapters.awaiting()]:
         _check_waiting(sequence)
     for sequence in ledger.running:
         _check_running(ledger, sequence)
+    ledger.adapters.check(ledger.running.items)
     _check_blocks(ledger)
     _check_counters(scheduler)
 
@@ -29,7 +30,8 @@ def _check_lists(ledger: Ledger) -> None:
     for kind, ranked in (("waiting", ledger.waiting.items), ("running", ledger.running.items)):
         ranks = [sequence.rank for sequence in ranked]
         assert ranks == sorted(set(ranks)), f"{kind} sequences are out of order"
-    listed = [*ledger.waiting, *ledger.running, *ledger.parked.values()]
+    awaiting = list(ledger.adapters.awaiting())
+    listed = [*ledger.waiting, *ledger.running, *ledger.parked.values(), *awaiting]
     assert len(listed) == len(ledger.sequences), "a live sequence is in no list, or in two"
     for sequence in listed:
         name = sequence.sequence_id
@@ -37,6 +39,10 @@ def _check_lists(ledger: Ledger) -> None:
     for sequence in ledger.parked.values():
         name = sequence.sequence_id
         assert sequence.holds and sequence.mask is None, f"{name} is parked, yet may be sampled"
+    for sequence in ledger.waiting:
+        digest = sequence.adapter_digest
+        is_ready = not digest or ledger.adapters.is_ready(digest)
+        assert is_ready and not sequence.awaits_adapter, "waits for a row without its adapter"
     kept = {name: one for name, one in ledger.sequences.items() if one.keeps_kv}
     assert kept == ledger.kept, "who has KV of other weights is mistaken"
     for name, sequence in ledger.suspects.items():

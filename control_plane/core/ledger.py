@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from control_plane.core.adapters import AdapterSlots
 from control_plane.core.admission import Admission
 from control_plane.core.block_pool import BlockPool
 from control_plane.core.config import SchedulerConfig
@@ -57,7 +58,13 @@ class InflightMessage:
 class Ledger:
     """All mutable state of a scheduler. The worker's part of it is replaced by `attach`."""
 
-    def __init__(self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        epoch: int,
+        weight_version: WeightVersion,
+        adapters: Mapping[int, str] | None = None,
+    ) -> None:
         self.sequences: dict[SequenceId, Sequence] = {}
         self.waiting = RankedList()
         self.running = RankedList()
@@ -80,14 +87,25 @@ class Ledger:
         """Claims that ended over what ran, since the last token before the latest."""
         self.tokens_at_end = 0
         """`counters.generated_tokens` at the latest of these ends."""
+        self.pinned: frozenset[str] = frozenset()
+        """Digests of adapters that stay in their slots, once they are there."""
         self.counters = Counters()
         self.story = Story()
-        self.attach(config, epoch, weight_version, keep_kv=False)
+        self.attach(config, epoch, weight_version, keep_kv=False, adapters=adapters)
 
     def attach(
-        self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion, *, keep_kv: bool
+        self,
+        config: SchedulerConfig,
+        epoch: int,
+        weight_version: WeightVersion,
+        *,
+        keep_kv: bool,
+        adapters: Mapping[int, str] | None = None,
     ) -> None:
-        """A worker without rows, and without KV unless it keeps it. Nobody may be running."""
+        """A worker without rows, and without KV unless it keeps it. Nobody may be running.
+
+        `adapters`: the digests of those that it holds, by slot.
+        """
         assert not self.running, "a running sequence would lose its row"
         if not keep_kv:
             self.cache = PrefixCache(
@@ -104,6 +122,7 @@ class Ledger:
         self.inflight: deque[InflightMessage] = deque()
         self.ready: dict[SequenceId, Sequence] = {}
         """Held, and it is known which tokens are allowed: a SamplePlan may name them."""
+        self.adapters = AdapterSlots(config.adapter_slot_count, self.waiting, adapters or {})
         self.free_rows = [Row(row) for row in range(config.max_sequence_count - 1, -1, -1)]
         self.released_rows: list[Row] = []
         """Free here, but still with a sequence on the worker until the next plan removes it."""
@@ -130,10 +149,11 @@ class Ledger:
             rank=rank_of(request, sequence_id, self.config.ageing_seconds),
             token_ids=token_ids,
             token_limit=self.admission.token_limit(prompt_count, request.stop.max_tokens),
-            cache_root=self.cache.root(request.cache_salt),
+            cache_root=b"",
             stop_ids=request.stop.stop_token_ids | request.stop.end_of_sequence_ids,
             watched=scanner is not None or request.output is OutputKind.HOLD,
         )
+        sequence.cache_root = self.cache.root(request.cache_salt, sequence.adapter_digest)
         if resumed is not None:
             sequence.spans = resumed.made_by()
             if (origin := resumed.origin) is not None:
@@ -141,6 +161,9 @@ class Ledger:
         self.counters.submitted += 1
         self.sequences[sequence_id] = sequence
         self._queue(sequence)
+        if request.adapter is not None:
+            self.counters.adapter_waits += sequence.awaits_adapter
+            self.counters.adapter_hits += not sequence.awaits_adapter
         self.tell(sequence, "submitted")
 
     def withdraw(self, sequence: Sequence) -> Sequence:
@@ -171,7 +194,7 @@ class Ledger:
         sequence.token_limit = self.admission.token_limit(
             sequence.prompt_count, request.stop.max_tokens
         )
-        sequence.cache_root = self.cache.root(request.cache_salt)
+        sequence.cache_root = self.cache.root(request.cache_salt, sequence.adapter_digest)
         sequence.block_hashes.clear()
 
     def start(self, sequence: Sequence, hits: list[BlockId]) -> None:
@@ -184,6 +207,8 @@ class Ledger:
         cached = min(hit_count, sequence.prompt_count)
         self.counters.cached_prompt_tokens += max(0, cached - sequence.furthest)
         sequence.started(self.free_rows.pop(), hits, hit_count)
+        if sequence.request.adapter is not None:
+            sequence.adapter_slot = self.adapters.use(sequence.adapter_digest)
         self.running.add(sequence)
         self.tell(sequence, f"started in row {sequence.row}, {hit_count} tokens cached")
 
@@ -288,6 +313,9 @@ class Ledger:
             sequence.missing = len(sequence.token_ids)
             self.waiting.add(sequence)
         self.parked.clear()
+        for sequence in self.adapters.dismiss():
+            sequence.missing = len(sequence.token_ids)
+            self.waiting.add(sequence)
         for sequence in self.waiting:
             self.drop_kept_kv(sequence)
             sequence.lost()
@@ -299,7 +327,7 @@ class Ledger:
         """A sequence waits. Its hits are looked up now: the memo of its hashes is used again."""
         hits = len(self.cache.lookup(sequence)) * self.config.block_size
         sequence.missing = len(sequence.token_ids) - hits
-        self.waiting.add(sequence)
+        self.adapters.enlist(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """A live sequence is no longer here; what it computed stays cached."""
@@ -308,7 +336,7 @@ class Ledger:
             self._vacate(sequence, SequenceState.OVER)
         else:
             if self.parked.pop(sequence.sequence_id, None) is None:
-                self.waiting.remove(sequence)
+                self.adapters.unlist(sequence)
             sequence.state = SequenceState.OVER
         del self.sequences[sequence.sequence_id]
         self.suspects.pop(sequence.sequence_id, None)
@@ -321,4 +349,7 @@ class Ledger:
         self.pool.release(sequence.blocks)
         self.free_rows.append(sequence.row)
         self.released_rows.append(sequence.row)
+        if sequence.adapter_slot:
+            self.adapters.release(sequence.adapter_slot, self.last_step_id + 1)
+            sequence.adapter_slot = 0
         sequence.vacated(state)

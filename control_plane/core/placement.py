@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+_LOAD_TOKENS = 256
+"""What it counts that a request's adapter is to be loaded first."""
 _RUNNING_TOKENS = 16
 """What a running sequence counts: the tokens that it computes beside a new one, roughly."""
 
@@ -27,6 +29,7 @@ class Load:
     run. `free_kv_tokens` counts the slots that can be handed out, cached ones included.
     `cached_token_count`: how many leading tokens of the request's prompt its prefix cache has.
     `lead_token_count`: how many tokens more than the mean of all it has computed, see Leads.
+    `has_adapter`: the request's adapter is in a slot there, or the request has none.
     """
 
     replica: int
@@ -37,6 +40,7 @@ class Load:
     free_kv_tokens: int
     cached_token_count: int = 0
     lead_token_count: int = 0
+    has_adapter: bool = True
 
 
 def order(loads: Sequence[Load], slack: int = 0) -> list[int]:
@@ -44,7 +48,8 @@ def order(loads: Sequence[Load], slack: int = 0) -> list[int]:
 
     A replica whose worker is attached comes before one that waits for its worker, and one that
     would start the request at once before one that would queue it. Then the one where the fewest
-    tokens are to be computed until the request has its answer, less those it has cached. Where it
+    tokens are to be computed until the request has its answer, less those it has cached; that its
+    adapter is to be loaded first counts like some tokens. Where it
     would start, a lead or lag of more than `slack` tokens counts as well: it stands for the load
     that comes in a while. Where it would queue, the queue itself tells. Then the one that lags
     most, then the one with the most free KV, then the smallest number.
@@ -65,6 +70,8 @@ def order(loads: Sequence[Load], slack: int = 0) -> list[int]:
 
 def _cost(load: Load, slack: int) -> int:
     cost = load.backlog_token_count + _RUNNING_TOKENS * load.running - load.cached_token_count
+    if not load.has_adapter:
+        cost += _LOAD_TOKENS
     lead = load.lead_token_count
     if load.starts and abs(lead) > slack:
         cost += lead - slack if lead > 0 else lead + slack

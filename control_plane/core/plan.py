@@ -49,6 +49,9 @@ class AddedSequence:
     output: OutputKind
     block_ids: list[BlockId]
     computed_token_count: int
+    adapter_slot: int = 0
+    """Where the worker has its adapter; 0: it has none."""
+    adapter_digest: str = ""
 
 
 @dataclass(slots=True)

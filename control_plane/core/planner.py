@@ -60,12 +60,14 @@ def plan_step(ledger: Ledger, now: float) -> StepPlan | None:
     return planner.finish()
 
 
-def _plan_trial(ledger: Ledger, suspect: Sequence, now: float) -> StepPlan:
+def _plan_trial(ledger: Ledger, suspect: Sequence, now: float) -> StepPlan | None:
     """The next step of a suspect, which has the worker to itself: everybody else makes room."""
     for sequence in list(ledger.running):
         if sequence is not suspect:
             ledger.preempt(sequence)
     planner = _Planner(ledger)
+    if suspect.awaits_adapter:
+        return planner.finish() if ledger.released_rows else None
     planner.fill_alone(suspect, now)
     assert planner.columns.rows, "a sequence that runs alone can always go on"
     return planner.finish()
@@ -276,16 +278,7 @@ class _Planner:
         ledger.admission.note_start(now)
         self.added_token_count += len(sequence.token_ids)
         self.added.append(
-            AddedSequence(
-                row=sequence.row,
-                token_ids=sequence.token_ids[:],
-                prompt_token_count=sequence.prompt_count,
-                sampling=sequence.request.sampling,
-                seed=sequence.request.seed,
-                output=sequence.request.output,
-                block_ids=list(hits),  # the blocks of the first chunk come as appended ones
-                computed_token_count=sequence.computed,
-            )
+            sequence.added(hits)  # the blocks of the first chunk come as appended ones
         )
         self._schedule_chunk(sequence, index, self.budget)
 

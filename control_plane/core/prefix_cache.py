@@ -1,9 +1,9 @@
 """Full KV blocks by what is in them, so that equal prefixes are computed once. Holds no counts.
 
 A block's hash chains over everything its KV depends on: SHA-256 of the parent's hash and the
-block's tokens, starting from a root over cache salt and weight digest (as vLLM's hash-block cache,
-`vllm/v1/core/kv_cache_utils.py`). Equal hashes mean equal prefixes, so a lookup never compares
-tokens, and sequences of different salts never meet.
+block's tokens, starting from a root over cache salt, weight digest and adapter digest (as vLLM's
+hash-block cache, `vllm/v1/core/kv_cache_utils.py`). Equal hashes mean equal prefixes, so a lookup
+never compares tokens, and sequences of different salts or adapters never meet.
 
 A block enters the cache when its tokens are all known and the plan that writes its last slot has
 been made. The worker may not have run that plan yet, and need not have: it runs plans in order, and
@@ -35,12 +35,13 @@ class PrefixCache:
         self._step_of: dict[BlockId, int] = {}
         """The last step that may have written a block; 0: one of an earlier claim."""
 
-    def root(self, salt: str) -> bytes:
-        """What the hashes of this salt chain from. The salt's length keeps the parts apart."""
+    def root(self, salt: str, adapter_digest: str = "") -> bytes:
+        """What the hashes of this salt and adapter chain from. The lengths keep the parts apart."""
         if not self._enabled:
             return b""
-        encoded = salt.encode("utf-8", "surrogatepass")
-        return sha256(b"%d:" % len(encoded) + encoded + self._weight_digest).digest()
+        encoded, adapter = salt.encode("utf-8", "surrogatepass"), adapter_digest.encode()
+        lengths = b"%d,%d:" % (len(encoded), len(adapter)) if adapter else b"%d:" % len(encoded)
+        return sha256(lengths + encoded + adapter + self._weight_digest).digest()
 
     def lookup(self, sequence: Sequence) -> list[BlockId]:
         """The blocks that hold the sequence's longest cached prefix, its last token left out.
@@ -58,14 +59,14 @@ class PrefixCache:
             hits.append(block)
         return hits
 
-    def hashes(self, token_ids: array[int], salt: str) -> list[bytes]:
+    def hashes(self, token_ids: array[int], salt: str, adapter_digest: str = "") -> list[bytes]:
         """The hashes of a prompt's full blocks, its last token left out, for `find`.
 
         At most the first _MOST_COMPARED_BLOCKS: what is equal so far is worth finding.
         """
         hashes: list[bytes] = []
         if self._enabled:
-            parent = self.root(salt)
+            parent = self.root(salt, adapter_digest)
             count = min((len(token_ids) - 1) // self._block_size, _MOST_COMPARED_BLOCKS)
             for start in range(0, count * self._block_size, self._block_size):
                 parent = _chained(parent, token_ids[start : start + self._block_size])

@@ -112,6 +112,15 @@ class Resumed:
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """LoRA weights beside the model's own. `digest` is what they are: hex SHA-256 of their content;
+    `name` is what clients call them."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One request. `arrival` is the injected clock's seconds; smaller `priority` runs earlier."""
 
@@ -127,3 +136,5 @@ class Request:
     output: OutputKind = OutputKind.SAMPLE
     resumed: Resumed | None = None
     """None: nothing of it was generated yet."""
+    adapter: Adapter | None = None
+    """What computes its tokens beside the model; None: the model alone."""

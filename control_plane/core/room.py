@@ -21,7 +21,7 @@ def backlog_token_count(ledger: Ledger) -> int:
 
     Who began to run last ranks last, mostly: the rest is not looked through.
     """
-    count = ledger.waiting.missing_token_count
+    count = ledger.waiting.missing_token_count + ledger.adapters.missing_token_count
     for sequence in reversed(ledger.running.items):
         if sequence.caught_up:
             break

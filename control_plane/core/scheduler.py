@@ -7,7 +7,10 @@ ledger.py keeps the books.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from control_plane.core import planner, suspicion, switch, update
+from control_plane.core.adapter_turns import AdapterTurns
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.events import Finish, FinishReason, SequenceOutput, Stats
 from control_plane.core.ledger import Ledger
@@ -22,8 +25,15 @@ from control_plane.core.weights import InFlightPolicy
 class Scheduler:
     """Decides, step by step, what one worker runs. Every method runs to completion at once."""
 
-    def __init__(self, config: SchedulerConfig, epoch: int, weight_version: WeightVersion) -> None:
-        self._ledger = Ledger(config, epoch, weight_version)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        epoch: int,
+        weight_version: WeightVersion,
+        adapters: Mapping[int, str] | None = None,
+    ) -> None:
+        self._ledger = Ledger(config, epoch, weight_version, adapters)
+        self.adapters = AdapterTurns(self._ledger)
 
     @property
     def ledger(self) -> Ledger:
@@ -116,8 +126,11 @@ class Scheduler:
     def next_message(self, now: float) -> Message | None:
         """What to send next, before the next call; None: nothing to do, or too much in flight.
 
-        The sampling of held rows comes before the next step, and whatever is in flight.
+        The sampling of held rows comes before the next step, and whatever is in flight. Behind it
+        there may be adapters to load: see `adapters`.
         """
+        if self._ledger.adapters.queues:
+            self.adapters.take(now)
         return planner.plan_sample(self._ledger) or self.schedule(now)
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -181,6 +194,7 @@ class Scheduler:
         *,
         keep_kv: bool = False,
         arithmetic_changed: bool = False,
+        adapters: Mapping[int, str] | None = None,
     ) -> list[SequenceOutput]:
         """The worker was lost or replaced: what is in flight is forgotten, everybody starts again.
 
@@ -188,7 +202,8 @@ class Scheduler:
         step ids at 1. Those that have `obstacles` are over already. The result is empty unless
         the new worker holds shorter sequences than the old one did: a sequence that is as long
         already ends here. `arithmetic_changed`: the worker rounds otherwise than the last one, and
-        the ends of those that have tokens will say so.
+        the ends of those that have tokens will say so. `adapters`: the digests of those that the
+        worker holds, by slot.
 
         With `keep_kv` the blocks keep their content, less what steps in flight may have written,
         and the prefix cache still finds it. The caller knows that this is the same life of the same
@@ -204,12 +219,16 @@ class Scheduler:
         if weight_version != ledger.weight_version:
             ledger.counters.credit(ledger.weight_version.label)
         ledger.lose_worker(keep_kv=keep_kv)
-        ledger.attach(config, epoch, weight_version, keep_kv=keep_kv)
+        ledger.attach(config, epoch, weight_version, keep_kv=keep_kv, adapters=adapters)
         sequences = list(ledger.waiting)
         for sequence in sequences:
             ledger.fit(sequence)
             sequence.arithmetic_changed |= arithmetic_changed and sequence.completion_count > 0
         ledger.waiting.reorder()
+        for sequence in sequences:
+            if sequence.request.adapter is not None:
+                ledger.waiting.remove(sequence)
+                ledger.adapters.enlist(sequence)
         return [
             SequenceOutput(
                 sequence.sequence_id, Tokens([]), ledger.end(sequence, FinishReason.LENGTH)
@@ -226,7 +245,7 @@ class Scheduler:
         pool, counters, block_size = ledger.pool, ledger.counters, ledger.config.block_size
         return Stats(
             running=len(ledger.running),
-            waiting=len(ledger.waiting) + len(ledger.parked),
+            waiting=len(ledger.waiting) + len(ledger.parked) + len(ledger.adapters),
             inflight=len(ledger.inflight),
             kv_active_tokens=pool.referenced_count * block_size,
             kv_cached_tokens=pool.idle_count * block_size,
@@ -241,6 +260,12 @@ class Scheduler:
             generated_tokens=counters.generated_tokens,
             finished=dict(counters.finished),
             generated_by_weights=counters.generated_by(ledger.weight_version.label),
+            adapters_waiting=len(ledger.adapters),
+            adapter_hits=counters.adapter_hits,
+            adapter_waits=counters.adapter_waits,
+            adapter_loads=counters.adapter_loads,
+            adapter_failures=counters.adapter_failures,
+            adapter_evictions=counters.adapter_evictions,
         )
 
     def story(self, sequence_id: SequenceId) -> list[str]:

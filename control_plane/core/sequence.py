@@ -23,7 +23,7 @@ from copy import copy
 from dataclasses import dataclass, field
 from enum import Enum
 
-from control_plane.core.plan import BlockId, Row, WeightVersion
+from control_plane.core.plan import AddedSequence, BlockId, Row, WeightVersion
 from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
 from control_plane.core.spans import Spans, WeightsSpan, extended, token_count
 
@@ -106,12 +106,22 @@ class Sequence:
     """When it was first scheduled; None before."""
     spans: Spans = ()
     """Which weights made its tokens, as far as that was noted; the others are of those now."""
+    adapter_slot: int = 0
+    """Where its adapter is while it runs; 0: it has none, or waits."""
+    awaits_adapter: bool = False
+    """It waits for its adapter to get a slot, not for a row; see adapters.py."""
     keeps_kv: bool = False
     """Other weights than those now have made some of its KV: no other sequence may share that."""
 
     @property
     def completion_count(self) -> int:
         return len(self.token_ids) - self.prompt_count
+
+    @property
+    def adapter_digest(self) -> str:
+        """Of the adapter that computes it; empty: the model alone does."""
+        adapter = self.request.adapter
+        return "" if adapter is None else adapter.digest
 
     @property
     def reached(self) -> int:
@@ -132,6 +142,21 @@ class Sequence:
         self.registered = len(hits)
         if self.cached_prompt_count is None:
             self.cached_prompt_count = min(hit_count, self.prompt_count)
+
+    def added(self, hits: list[BlockId]) -> AddedSequence:
+        """As it enters the worker's batch, with these blocks."""
+        return AddedSequence(
+            row=self.row,
+            token_ids=self.token_ids[:],
+            prompt_token_count=self.prompt_count,
+            sampling=self.request.sampling,
+            seed=self.request.seed,
+            output=self.request.output,
+            block_ids=list(hits),
+            computed_token_count=self.computed,
+            adapter_slot=self.adapter_slot,
+            adapter_digest=self.adapter_digest,
+        )
 
     def grown(self, blocks: list[BlockId], token_count: int) -> None:
         """It has more blocks, for so many tokens."""
@@ -203,6 +228,7 @@ class Sequence:
         copied.vacated(SequenceState.WAITING)
         copied.lost()
         copied.block_hashes = []
+        copied.adapter_slot, copied.awaits_adapter = 0, False
         self.state = SequenceState.OVER
         return copied
 

@@ -23,6 +23,7 @@ class Obstacle(Enum):
     VOCABULARY = "the worker came back with a smaller vocabulary than this request needs"
     HOLD = "the worker came back without held rows, which this request needs"
     PROMPT_LENGTH = "the worker came back with too short a length for this prompt"
+    ADAPTER = "the worker came back without room for adapters, of which this request needs one"
     LENGTH = "the worker came back with a shorter length than this sequence has already"
 
 
@@ -32,6 +33,7 @@ class Traits:
 
     `max_sequence_token_count` as in SchedulerConfig. Equal weights and equal `arithmetic` make
     equal tokens. `takes_over`: whoever has tokens of other weights may go on here.
+    `takes_adapters`: it has slots for adapters.
     """
 
     weight_digest: str
@@ -40,6 +42,7 @@ class Traits:
     max_sequence_token_count: int
     holds_rows: bool = True
     takes_over: bool = False
+    takes_adapters: bool = True
 
 
 def obstacles(
@@ -70,6 +73,8 @@ def obstacle_of(
         return Obstacle.ARITHMETIC
     if sequence.holds and not after.holds_rows:
         return Obstacle.HOLD
+    if sequence.request.adapter is not None and not after.takes_adapters:
+        return Obstacle.ADAPTER
     length = after.max_sequence_token_count
     if begun and len(sequence.token_ids) > length:
         return Obstacle.LENGTH

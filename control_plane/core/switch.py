@@ -47,7 +47,8 @@ def _change(ledger: Ledger, version: WeightVersion, *, keep_kv: bool) -> None:
     ledger.counters.credit(ledger.weight_version.label)
     ledger.weight_version = version
     for sequence in every:
-        sequence.cache_root = ledger.cache.root(sequence.request.cache_salt)
+        salt = sequence.request.cache_salt
+        sequence.cache_root = ledger.cache.root(salt, sequence.adapter_digest)
         sequence.block_hashes.clear()
     for sequence in list(ledger.running):
         if keep_kv and sequence.computed and not sequence.held:
@@ -56,10 +57,10 @@ def _change(ledger: Ledger, version: WeightVersion, *, keep_kv: bool) -> None:
             ledger.tell(sequence, "keeps its KV under other weights")
         else:
             ledger.start_over(sequence, "starts over under other weights")
-    for sequence in list(ledger.waiting):
-        ledger.waiting.remove(sequence)
+    for sequence in [*ledger.waiting, *ledger.adapters.awaiting()]:
+        ledger.adapters.unlist(sequence)
         sequence.missing = len(sequence.token_ids)
-        ledger.waiting.add(sequence)
+        ledger.adapters.enlist(sequence)
     for sequence in list(ledger.kept.values()):
         if sequence.row == NO_ROW:
             ledger.drop_kept_kv(sequence)

@@ -316,6 +316,10 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
     inflight = _gauge("steps_in_flight", "Plans without their results yet.")
     kv_tokens = _gauge("kv_tokens", "KV slots of the pool by state.", "state")
     preemptions = _counter("preemptions", "Requests put back to free blocks.")
+    adapters = _counter(
+        "adapter_events", "What became of adapters and who asked for them.", "event"
+    )
+    adapters_waiting = _gauge("adapter_waiters", "Requests that wait for their adapter.")
     submitted = _counter("requests_submitted", "Requests that were accepted.")
     finished = _counter("requests_finished", "Requests by how they ended.", "reason")
     tokens = _counter("tokens", "Tokens by kind.", "kind")
@@ -331,6 +335,15 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
         kv_tokens.add_metric((number, "cached"), stats.kv_cached_tokens)
         kv_tokens.add_metric((number, "free"), stats.kv_free_tokens)
         preemptions.add_metric((number,), stats.preemptions)
+        adapters_waiting.add_metric((number,), stats.adapters_waiting)
+        for event, count in (
+            ("hit", stats.adapter_hits),
+            ("wait", stats.adapter_waits),
+            ("load", stats.adapter_loads),
+            ("failure", stats.adapter_failures),
+            ("eviction", stats.adapter_evictions),
+        ):
+            adapters.add_metric((number, event), count)
         submitted.add_metric((number,), stats.submitted)
         for reason, count in stats.finished.items():
             finished.add_metric((number, reason.value), count)
@@ -341,6 +354,7 @@ def _collect_cores(replicas: Mapping[str, ReplicaTelemetry]) -> Iterator[Metric]
         tokens.add_metric((number, "recomputed"), stats.recomputed_tokens)
         tokens.add_metric((number, "generated"), stats.generated_tokens)
     yield from (running, waiting, inflight, kv_tokens, preemptions, submitted, finished, tokens)
+    yield from (adapters, adapters_waiting)
     yield by_weights
 
 

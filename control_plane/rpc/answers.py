@@ -12,7 +12,7 @@ from control_plane.core.request import Origin, Request
 from control_plane.core.spans import WeightsSpan
 from control_plane.rpc.convert import sampling_to_pb
 from control_plane.rpc.errors import GenerationCancelled, RowFailed
-from control_plane.shell.engine import ServedModel, WeightsChanged
+from control_plane.shell.engine import AdapterUnavailable, WeightsChanged
 from control_plane.shell.stream import Delta, TokenStream
 from twinplane.common.v1 import types_pb2
 from twinplane.inference.v1 import inference_pb2
@@ -27,24 +27,27 @@ GenerateContext = grpc.aio.ServicerContext[
 
 
 class Answer:
-    """One generation's way to its client. `prompt_digest` stands for the tokens of its prompt."""
+    """One generation's way to its client. `prompt_digest` stands for the tokens of its prompt,
+    `adapter_digest` is that of its adapter, if it has one."""
 
     def __init__(
         self,
         started: inference_pb2.GenerationStarted,
         stream: TokenStream,
         prompt_digest: bytes,
+        adapter_digest: str = "",
     ) -> None:
         self.started = started
         self.stream = stream
         self._prompt_digest = prompt_digest
+        self._adapter_digest = adapter_digest
 
     async def send(self, context: GenerateContext) -> None:
         """Sends all that the stream has ready, again and again, until the stream ends."""
         await context.write(inference_pb2.GenerateResponse(started=self.started))
         while True:
             delta = await self.stream.take()
-            for message in deltas(delta, self._prompt_digest):
+            for message in deltas(delta, self._prompt_digest, self._adapter_digest):
                 await context.write(message)
             if delta.finish is not None:
                 end = finished(delta.finish, delta.stop_string)
@@ -81,7 +84,9 @@ class Answer:
         return answer
 
 
-def deltas(delta: Delta, prompt_digest: bytes = b"") -> Iterator[inference_pb2.GenerateResponse]:
+def deltas(
+    delta: Delta, prompt_digest: bytes = b"", adapter_digest: str = ""
+) -> Iterator[inference_pb2.GenerateResponse]:
     """What has gathered, in messages that any client takes: gRPC's default is 4 MB.
 
     No text comes before its tokens: whoever has some of the messages can go on behind them.
@@ -102,15 +107,15 @@ def deltas(delta: Delta, prompt_digest: bytes = b"") -> Iterator[inference_pb2.G
             text=text[characters:text_end], token_ids=token_ids[start:end]
         )
         if (origin := told.get(start)) is not None and part < len(starts):
-            message.origin.CopyFrom(_origin(origin, prompt_digest))
+            message.origin.CopyFrom(_origin(origin, prompt_digest, adapter_digest))
         yield inference_pb2.GenerateResponse(delta=message)
 
 
-def started(request: Request, model: ServedModel) -> inference_pb2.GenerationStarted:
+def started(request: Request, model_name: str) -> inference_pb2.GenerationStarted:
     """The first message."""
     return inference_pb2.GenerationStarted(
         request_id=request.request_id,
-        model=model.name,
+        model=model_name,
         prompt_token_count=len(request.prompt_token_ids),
         seed=request.seed,
         sampling=sampling_to_pb(request.sampling, request.seed),
@@ -118,7 +123,9 @@ def started(request: Request, model: ServedModel) -> inference_pb2.GenerationSta
     )
 
 
-def _origin(origin: Origin, prompt_digest: bytes) -> inference_pb2.GenerationOrigin:
+def _origin(
+    origin: Origin, prompt_digest: bytes, adapter_digest: str
+) -> inference_pb2.GenerationOrigin:
     return inference_pb2.GenerationOrigin(
         weights_digest=origin.weights_digest,
         arithmetic=origin.arithmetic,
@@ -126,6 +133,7 @@ def _origin(origin: Origin, prompt_digest: bytes) -> inference_pb2.GenerationOri
         prompt_digest=prompt_digest,
         weights_name=origin.weights_name,
         kv_of_other_weights=origin.kv_of_other_weights,
+        adapter_digest=adapter_digest,
     )
 
 
@@ -140,6 +148,8 @@ def finished(finish: Finish, stop_string: str | None) -> inference_pb2.Generatio
             raise RowFailed(finish.detail or "the worker could not compute the next token")
         case FinishReason.CANCELLED | FinishReason.DEADLINE:
             raise GenerationCancelled
+        case FinishReason.ADAPTER_UNAVAILABLE:
+            raise AdapterUnavailable(finish.detail)
         case FinishReason.WEIGHTS_CHANGED:
             raise WeightsChanged(finish.detail)
         case _:

@@ -186,6 +186,7 @@ def info_from_pb(info: info_pb2.WorkerInfo) -> WorkerInfo:
             (ranks.data_rank, max(ranks.data_size, 1)),
         ),
         rendezvous_address=info.rendezvous_address,
+        adapter_slot_count=info.adapter_slot_count,
         prepared=(
             PreparedUpdate(info.prepared_update.update_id, info.prepared_update.digest)
             if info.HasField("prepared_update")
@@ -208,6 +209,8 @@ def _added_to_pb(sequence: AddedSequence) -> step_pb2.AddedSequence:
         output=_output_kind_to_pb(sequence.output),
         block_ids=sequence.block_ids,
         computed_token_count=sequence.computed_token_count,
+        adapter_slot=sequence.adapter_slot,
+        adapter_digest=sequence.adapter_digest,
     )
 
 

@@ -22,6 +22,7 @@ import grpc
 
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.shell.engine import (
+    AdapterUnavailable,
     CannotResume,
     DuplicateRequest,
     EngineDraining,
@@ -69,6 +70,7 @@ REASONS: tuple[str, ...] = tuple(
         reasons.ERROR_REASON_WEIGHTS_CHANGED,
         reasons.ERROR_REASON_ROLLOUT_CONFLICT,
         reasons.ERROR_REASON_OUT_OF_MEMORY,
+        reasons.ERROR_REASON_ADAPTER_UNAVAILABLE,
         reasons.ERROR_REASON_INTERNAL,
         reasons.ERROR_REASON_MALFORMED_MESSAGE,
         reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
@@ -79,6 +81,7 @@ REASONS: tuple[str, ...] = tuple(
 
 _WORKER_RETRY_SECONDS = 1.0
 _TEXT_RETRY_SECONDS = 1.0
+_ADAPTER_RETRY_SECONDS = 5.0
 _MAX_QUOTED_CHARACTERS = 128
 
 
@@ -199,6 +202,11 @@ def status_of(error: Exception) -> Status | None:
             reason = reason_name(reasons.ERROR_REASON_OUT_OF_MEMORY)
             code = grpc.StatusCode.RESOURCE_EXHAUSTED
             return Status(code, reason, message, quota="bytes on the control plane's disk")
+        case AdapterUnavailable():
+            seconds = _ADAPTER_RETRY_SECONDS
+            return _full(
+                reasons.ERROR_REASON_ADAPTER_UNAVAILABLE, message, seconds, "adapter slots"
+            )
         case EngineDraining():
             return _unavailable(reasons.ERROR_REASON_DRAINING, message)
         case GenerationCancelled():

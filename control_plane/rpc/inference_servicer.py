@@ -16,11 +16,13 @@ import grpc
 from control_plane.core.events import FinishReason
 from control_plane.core.request import (
     CONTRACT_DEFAULTS,
+    Adapter,
     Request,
     RequestId,
     SamplingParams,
     StopConditions,
 )
+from control_plane.rpc.adapter_names import Chosen, adapter_to_pb, choose
 from control_plane.rpc.answers import Answer, GenerateContext, started
 from control_plane.rpc.convert import default_sampling_to_pb, serving_worker_to_pb
 from control_plane.rpc.errors import InvalidRequest
@@ -38,12 +40,12 @@ from control_plane.rpc.validation import (
     check_detokenize,
     check_empty,
     check_generate,
-    check_model,
     check_prompt,
     check_stop_strings,
     check_tokenize,
     check_tokens,
 )
+from control_plane.shell.adapter_registry import AdapterRegistry
 from control_plane.shell.engine import Engine, ServedModel
 from control_plane.shell.ports import Clock
 from control_plane.shell.stream import TokenStream
@@ -66,7 +68,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     `new_seed` returns an unsigned 64-bit seed for a request without one; `new_request_id` returns
     an id for a request without one. `workers` returns the engine's, as they are now. `settled`
     returns once the first claim of a worker has come to something, or has taken too long to wait
-    for. `default_sampling` holds for what a request leaves unset.
+    for. `default_sampling` holds for what a request leaves unset. `adapters` are those that
+    requests may name.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         workers: Callable[[], Sequence[ServingWorker]] = tuple,
         settled: Callable[[], Awaitable[None]] = _at_once,
         default_sampling: SamplingParams = CONTRACT_DEFAULTS,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._engine = engine
         self._text = text
@@ -89,6 +93,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._workers = workers
         self._settled = settled
         self._default_sampling = default_sampling
+        self._adapters = adapters or AdapterRegistry()
         self._turns = Turns()
         self._generating: set[asyncio.Task[None]] = set()
 
@@ -150,8 +155,9 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         request_id = RequestId(request.request_id or self._new_request_id())
         REQUEST_ID.set(request_id[:MAX_REQUEST_ID_CHARACTERS])  # it was not checked yet
         told = begin_generation()
-        model = await self._model(request.model)
-        told.model = model.name
+        chosen = await self._chosen(request.model, request.adapter)
+        model = chosen.model
+        told.model = chosen.name
         call = check_generate(request, model, self._default_sampling)
         del request
         token_ids = await self._encode(call.prompt)
@@ -162,7 +168,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         )
         check_stop_strings(call.stop, lambda string: self._text.can_write(string, ends))
         core_request = self._core_request(
-            call, request_id, token_ids, max_tokens, ends.ids, arrival
+            call, request_id, token_ids, max_tokens, ends.ids, arrival, chosen.adapter
         )
         digest = prompt_digest(core_request.prompt_token_ids)
         assembler = self._text.assembler(call.stop.strings, token_ids, ends)
@@ -170,6 +176,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         if resume is not None:
             told.resumed_token_count = len(resume.token_ids)
             resume.check_prompt(digest)
+            resume.check_adapter(chosen.adapter_digest)
             end = await take_up(resume, core_request, model, self._text, assembler)
         stream = TokenStream(assembler, self._turns, resume.origin if resume else None)
         require_time(context)
@@ -179,7 +186,8 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         else:
             stream.end_at_once(core_request, end, self._clock())
         told.stream = stream
-        return Answer(started(core_request, model), stream, digest)
+        begun = started(core_request, chosen.name)
+        return Answer(begun, stream, digest, chosen.adapter_digest)
 
     async def Tokenize(  # noqa: N802
         self,
@@ -188,7 +196,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.TokenizeRequest, inference_pb2.TokenizeResponse
         ],
     ) -> inference_pb2.TokenizeResponse:
-        model = await self._model(request.model)
+        model = (await self._chosen(request.model)).model
         call = check_tokenize(request, model)
         token_ids = await self._encode(call.prompt, add_special_tokens=call.add_special_tokens)
         check_tokens(call.prompt, token_ids, model)
@@ -203,7 +211,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             inference_pb2.DetokenizeRequest, inference_pb2.DetokenizeResponse
         ],
     ) -> inference_pb2.DetokenizeResponse:
-        model = await self._model(request.model)
+        model = (await self._chosen(request.model)).model
         token_ids = check_detokenize(request, model)
         text = await self._text.decode(
             token_ids, skip_special_tokens=not request.keep_special_tokens
@@ -219,7 +227,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.ListModelsResponse:
         check_empty(request)
         model = self._engine.served_model()
-        models = [] if model is None else [await self._served_model(model)]
+        models = []
+        if model is not None:
+            base = await self._served_model(model)
+            models = [base, *(adapter_to_pb(base, one) for one in self._adapters.adapters())]
         workers = map(serving_worker_to_pb, self._workers())
         return inference_pb2.ListModelsResponse(models=models, workers=workers)
 
@@ -237,11 +248,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         except TextTooLong as error:
             raise InvalidRequest([Violation(prompt.field, str(error))]) from error
 
-    async def _model(self, name: str) -> ServedModel:
+    async def _chosen(self, name: str, adapter: str = "") -> Chosen:
         if self._engine.served_model() is None:
             await self._settled()
         served = self._engine.served_model()
-        return check_model(name, served, 0.0 if served else away_seconds(self._workers()))
+        away = 0.0 if served else away_seconds(self._workers())
+        return choose(name, adapter, served, self._adapters, away)
 
     def _core_request(
         self,
@@ -251,6 +263,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         max_tokens: int,
         end_of_sequence_ids: frozenset[int],
         arrival: float,
+        adapter: Adapter | None,
     ) -> Request:
         return Request(
             request_id=request_id,
@@ -262,6 +275,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             priority=call.priority,
             cache_salt=call.cache_salt,
             resumed=None if call.resume is None else call.resume.resumed,
+            adapter=adapter,
         )
 
     async def _served_model(self, model: ServedModel) -> inference_pb2.ServedModel:

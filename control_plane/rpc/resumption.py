@@ -35,6 +35,7 @@ class Resume:
     prompt_digest: bytes
     text_byte_count: int | None
     spans: Spans = ()
+    adapter_digest: str = ""
 
     @property
     def resumed(self) -> Resumed:
@@ -45,6 +46,11 @@ class Resume:
         """Raises CannotResume where the prompt's tokens are others than they were."""
         if self.prompt_digest not in (b"", digest):
             raise CannotResume("prompt")
+
+    def check_adapter(self, digest: str) -> None:
+        """Raises CannotResume where another adapter has made the tokens, or none, or one has."""
+        if self.origin is not None and self.adapter_digest != digest:
+            raise CannotResume("adapter")
 
 
 def check_resume(
@@ -57,11 +63,6 @@ def check_resume(
     """Notes the rules that the message breaks in itself, or with the rest of its request."""
     checker.known_fields(message, "resume.")
     checker.known_fields(message.origin, "resume.origin.")
-    checker.require(
-        message.origin.adapter_digest == "",
-        "resume.origin.adapter_digest",
-        "no adapters are served",
-    )
     count = len(message.token_ids)
     token_ids = array("I")
     if within_length(checker, message.token_ids, "resume.token_ids", model):
@@ -79,7 +80,7 @@ def check_resume(
         "is needed to go on behind tokens: GenerationStarted has told it",
     )
     origin = message.origin
-    for name in ("weights_digest", "arithmetic", "prompt_digest", "weights_name"):
+    for name in ("weights_digest", "arithmetic", "prompt_digest", "weights_name", "adapter_digest"):
         length = len(getattr(origin, name))
         checker.require(
             length <= _MAX_NAME_CHARACTERS,
@@ -100,6 +101,7 @@ def check_resume(
         origin.prompt_digest,
         message.text_byte_count if message.HasField("text_byte_count") else None,
         _spans(checker, message),
+        origin.adapter_digest,
     )
 
 

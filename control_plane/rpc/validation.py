@@ -142,7 +142,6 @@ def check_generate(
         f"has {salt_size} bytes, at most {_MAX_SALT_BYTES} are allowed",
     )
     _request_id(checker, request.request_id)
-    checker.require(request.adapter == "", "adapter", "no adapters are served")
     resume = None
     if request.HasField("resume"):
         resume = check_resume(checker, request.resume, request.sampling, stop.max_tokens, model)

@@ -193,7 +193,7 @@ def update_to_pb(
         case SpooledSource():
             assert spool is not None
             message.stream.SetInParent()
-            message.stream.tensors.extend(_tensor_to_pb(tensor) for tensor, _, _ in spool.tensors)
+            message.stream.tensors.extend(tensor_to_pb(tensor) for tensor, _, _ in spool.tensors)
         case DistributedSource():
             message.distributed.CopyFrom(_distributed_to_pb(source))
         case SharedMemorySource():
@@ -224,7 +224,7 @@ def _distributed_to_pb(source: DistributedSource) -> weights_pb2.DistributedSour
         source_rank=source.source_rank,
         backend=_BACKENDS[source.backend],
         key=source.key,
-        tensors=map(_tensor_to_pb, source.tensors),
+        tensors=map(tensor_to_pb, source.tensors),
         bucket_bytes=source.bucket_bytes,
         timeout=Duration(seconds=whole, nanos=fraction),
     )
@@ -234,7 +234,7 @@ def _shared_to_pb(source: SharedMemorySource) -> weights_pb2.IpcSource:
     message = weights_pb2.IpcSource(
         byte_count=source.byte_count,
         tensors=[
-            weights_pb2.SharedTensor(tensor=_tensor_to_pb(tensor), offset=offset)
+            weights_pb2.SharedTensor(tensor=tensor_to_pb(tensor), offset=offset)
             for tensor, offset in source.tensors
         ],
     )
@@ -246,7 +246,7 @@ def _shared_to_pb(source: SharedMemorySource) -> weights_pb2.IpcSource:
     return message
 
 
-def _tensor_to_pb(tensor: TensorDescription) -> weights_pb2.TensorDescription:
+def tensor_to_pb(tensor: TensorDescription) -> weights_pb2.TensorDescription:
     return weights_pb2.TensorDescription(
         name=tensor.name,
         data_type=f"DATA_TYPE_{tensor.data_type.upper()}",

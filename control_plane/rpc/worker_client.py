@@ -17,8 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from control_plane.core.plan import Message, StepResult, WeightVersion
 from control_plane.core.weights import PreparedWeights, WeightsUpdate
-from control_plane.rpc import convert, weights_client
+from control_plane.rpc import adapters_client, convert, weights_client
 from control_plane.rpc.addresses import rendezvous_address
+from control_plane.shell.adapter_files import AdapterFiles
 from control_plane.shell.ports import (
     Admit,
     Attachment,
@@ -66,6 +67,8 @@ _ANSWERS_OF_OTHERS = (
 _SIGNS_OF_NO_GRPC = ("Failed parsing HTTP/2", "http1.x server")
 """What gRPC says of peers that speak something else."""
 _LOOK_SECONDS = 2.0
+_LOAD_ADAPTER_SECONDS = 120.0
+"""How long a worker may take to load an adapter, in a queue of others."""
 
 _Execute = grpc.aio.StreamStreamCall[
     model_runner_pb2.ExecuteRequest, model_runner_pb2.ExecuteResponse
@@ -240,6 +243,24 @@ class GrpcWorker:
         request = weights_pb2.AbortWeightsRequest(epoch=self._last_epoch, update_id=update_id)
         try:
             await stub.AbortWeights(request, timeout=self._attach_timeout)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(read(error)) from error
+
+    async def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Streams an adapter into a slot."""
+        _, stub = self._claimed()
+        try:
+            await adapters_client.load(stub, self._last_epoch, slot, files, _LOAD_ADAPTER_SECONDS)
+        except weights_client.SpoolUnusable as error:
+            raise WorkerRefused(RefusalReason.INVALID_UPDATE, str(error)) from error
+        except grpc.aio.AioRpcError as error:
+            raise _translate(read(error)) from error
+
+    async def list_adapters(self) -> dict[int, str]:
+        """The digests of what the slots hold, by slot."""
+        _, stub = self._claimed()
+        try:
+            return await adapters_client.held(stub, self._attach_timeout)
         except grpc.aio.AioRpcError as error:
             raise _translate(read(error)) from error
 

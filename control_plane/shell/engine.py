@@ -6,6 +6,7 @@ EngineError
 ├── EngineLost           the worker is gone and the request could not go on
 ├── EnginePaused         an operator has paused the server
 ├── WeightsChanged       the weights it began with are gone, and it was not to go on with others
+├── AdapterUnavailable   the adapter that the request names can't be loaded now
 ├── CannotResume         the tokens that the request brings would not go on as they began
 └── VocabularyMismatch   the tokenizer and the worker's model do not belong together
 """
@@ -46,9 +47,13 @@ class WeightsChanged(EngineError):
     """Other weights came, and the operator chose that nothing goes on from the old to the new."""
 
 
+class AdapterUnavailable(EngineError):
+    """The adapter that the request names can't be loaded at the moment."""
+
+
 class CannotResume(EngineError):
     """Tokens that the request brings were not made as they would go on. `differs` says in what:
-    weights, arithmetic or prompt.
+    weights, arithmetic, adapter or prompt.
     """
 
     def __init__(self, *differs: str) -> None:

@@ -19,6 +19,7 @@ from control_plane.core.events import FinishReason
 from control_plane.core.fleet import MemberState, places
 from control_plane.core.placement import Leads
 from control_plane.core.request import Request, RequestId, SequenceId
+from control_plane.shell.adapter_registry import AdapterRegistry
 from control_plane.shell.engine import (
     CannotResume,
     DuplicateRequest,
@@ -63,6 +64,7 @@ class Fleet:
         metrics: Metrics,
         on_readiness: Callable[[bool], None],
         served_model_name: str | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
         self._settings = settings
         self._jitter = jitter
@@ -70,6 +72,7 @@ class Fleet:
         self._metrics = metrics
         self._on_readiness = on_readiness
         self._served_model_name = served_model_name
+        self.adapters = adapters or AdapterRegistry()
         self._accepting = True
         self._was_ready = False
         self._sequence_ids = map(SequenceId, count(1))
@@ -165,6 +168,7 @@ class Fleet:
                 register=self.register,
                 listener=self,
                 served_weights=self.weights.served,
+                adapters=self.adapters,
             )
         )
 

@@ -75,6 +75,7 @@ def _smallest_limits(
         pipeline_stage_count=min(stage_count, inflight_count),
         enable_prefix_caching=settings.enable_prefix_caching,
         ageing_seconds=settings.ageing_seconds,
+        adapter_slot_count=info.adapter_slot_count,
     )
 
 

@@ -28,7 +28,8 @@ class Pipeline:
 
     `number` names the replica in the log. `deliver` gets what each result brought, and when;
     `took_turn` is called when results were taken and the next step is not planned yet;
-    `worker_leaves` with each result that says so; `exchanged` behind an interlude.
+    `worker_leaves` with each result that says so; `exchanged` behind an interlude;
+    `load_adapters` behind each planning.
     `check_invariants`: audit the core whenever it is idle (tests).
     """
 
@@ -42,6 +43,7 @@ class Pipeline:
         took_turn: Callable[[], None],
         worker_leaves: Callable[[], None],
         exchanged: Callable[[], None],
+        load_adapters: Callable[[Scheduler], None],
         clock: Clock,
         metrics: ReplicaMetrics,
         check_invariants: bool = False,
@@ -53,6 +55,7 @@ class Pipeline:
         self._took_turn = took_turn
         self._worker_leaves = worker_leaves
         self._exchanged = exchanged
+        self._load_adapters = load_adapters
         self._clock = clock
         self._metrics = metrics
         self._check_invariants = check_invariants
@@ -93,6 +96,7 @@ class Pipeline:
                     continue
             elif not self.is_held:
                 await self._send_messages(core)
+                self._load_adapters(core)
             if not goes_on():
                 return
             await self._wake.wait()

@@ -12,6 +12,7 @@ from control_plane.core.events import Stats
 from control_plane.core.fleet import MemberState
 from control_plane.core.plan import Message, Row, StepResult, WeightVersion
 from control_plane.core.weights import PreparedWeights, WeightsUpdate
+from control_plane.shell.adapter_files import AdapterFiles
 
 HELD_SAMPLING = "held_sampling"
 """The feature that a request with masks needs."""
@@ -47,7 +48,8 @@ class WorkerInfo:
     results round; empty: the worker does not say. `rendezvous_address`: host:port at which this
     worker lets the other ranks meet; empty: not here. `prepared`: weights that wait for a commit;
     of a rank group, those that wait on all ranks. `weights_trouble`: how the ranks of a group
-    differ in their weights, for people; the digest is empty then.
+    differ in their weights, for people; the digest is empty then. `adapter_slot_count`: LoRA
+    adapters that it holds at once.
     """
 
     worker_id: str
@@ -69,6 +71,7 @@ class WorkerInfo:
     rendezvous_address: str = ""
     prepared: PreparedUpdate | None = None
     weights_trouble: str = ""
+    adapter_slot_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,20 @@ class WeightsWorker(Protocol):
 
     async def abort(self, update_id: str) -> None:
         """Drops what is prepared, or ends its preparation. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class AdaptersWorker(Protocol):
+    """What a Worker with slots does with adapters beside its pipeline, under the claim that it has.
+    Every method raises WorkerLost or WorkerRefused."""
+
+    async def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Loads an adapter into a slot that no row uses, while steps go on."""
+        ...
+
+    async def list_adapters(self) -> dict[int, str]:
+        """The digests of what the slots hold, by slot."""
         ...
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from control_plane.core.plan import Message, StepPlan, StepResult, WeightVersion
 from control_plane.core.weights import PreparedWeights, WeightsUpdate
+from control_plane.shell.adapter_files import AdapterFiles
 from control_plane.shell.ports import (
     Admit,
     Attachment,
@@ -28,6 +29,7 @@ from control_plane.shell.ports import (
     WorkerUnusable,
 )
 from control_plane.shell.rank_weights import (
+    adapters_port_of,
     commit_on_all,
     lagging,
     port_of,
@@ -174,6 +176,23 @@ class RankGroupWorker:
         ranks = self._claimed()
         ports = [port_of(seat) for seat in self._seats]
         await self._of_all(ranks, [port.abort(update_id) for port in ports])
+
+    async def load_adapter(self, slot: int, files: AdapterFiles) -> None:
+        """Loads an adapter on every rank."""
+        ranks = self._claimed()
+        calls = [adapters_port_of(seat).load_adapter(slot, files) for seat in self._seats]
+        await self._of_all(ranks, calls)
+
+    async def list_adapters(self) -> dict[int, str]:
+        """What every rank holds in the same slot."""
+        ranks = self._claimed()
+        calls = [adapters_port_of(seat).list_adapters() for seat in self._seats]
+        first, *others = await self._of_all(ranks, calls)
+        return {
+            slot: digest
+            for slot, digest in first.items()
+            if all(other.get(slot) == digest for other in others)
+        }
 
     async def detach(self) -> None:
         """Closes all pipelines."""

@@ -15,6 +15,7 @@ from control_plane.core.weights import (
     WeightsUpdate,
 )
 from control_plane.shell.ports import (
+    AdaptersWorker,
     RefusalReason,
     WeightsWorker,
     WorkerLost,
@@ -83,6 +84,13 @@ def lagging(seats: Sequence[Seat]) -> tuple[str, str, list[Seat]] | None:
         if update is not None and update.digest == digest:
             return update.update_id, digest, others
     return None
+
+
+def adapters_port_of(seat: Seat) -> AdaptersWorker:
+    """The rank, which takes adapters. Raises WorkerRefused."""
+    if not isinstance(seat.rank, AdaptersWorker):
+        raise WorkerRefused(RefusalReason.UNKNOWN, f"{seat.rank.address} takes no adapters")
+    return cast(AdaptersWorker, seat.rank)
 
 
 def port_of(seat: Seat) -> WeightsWorker:

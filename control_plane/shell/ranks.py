@@ -169,6 +169,7 @@ def together(seats: Sequence[Seat]) -> WorkerInfo:
         max_sequence_token_count=min(info.max_sequence_token_count for info in infos),
         max_prompt_token_count=min(info.max_prompt_token_count for info in infos),
         max_inflight_step_count=min(info.max_inflight_step_count for info in infos),
+        adapter_slot_count=min(info.adapter_slot_count for info in infos),
         features=frozenset.intersection(*(info.features for info in infos)),
         rank_count=1,
         device=device,

@@ -30,11 +30,12 @@ from control_plane.core.claim import (
 from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import Finish, FinishReason, Stats
 from control_plane.core.fleet import Member, MemberState
-from control_plane.core.request import OutputKind, Request, SequenceId, StopScanner
+from control_plane.core.request import Request, SequenceId, StopScanner
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.succession import obstacles
+from control_plane.shell.adapter_registry import AdapterRegistry
 from control_plane.shell.claim_ends import ClaimError, end_guilty, end_of, log_end
-from control_plane.shell.engine import EngineLost, ServedModel, VocabularyMismatch
+from control_plane.shell.engine import EngineLost, ServedModel
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.life import Left, Life, member_state
 from control_plane.shell.limits import (
@@ -48,7 +49,6 @@ from control_plane.shell.listeners import Register, ReplicaListener
 from control_plane.shell.patience import in_patience, tell_given_up
 from control_plane.shell.pipeline import Pipeline
 from control_plane.shell.ports import (
-    HELD_SAMPLING,
     Attachment,
     Clock,
     Metrics,
@@ -57,6 +57,7 @@ from control_plane.shell.ports import (
     WorkerRefused,
     WorkerUnusable,
 )
+from control_plane.shell.replica_adapters import ReplicaAdapters
 from control_plane.shell.replica_weights import ReplicaWeights
 from control_plane.shell.served_weights import ServedWeights
 from control_plane.shell.serving import Serving
@@ -111,10 +112,10 @@ class Replica:
         metrics: Metrics,
         register: Register,
         listener: ReplicaListener,
+        adapters: AdapterRegistry,
         served_weights: ServedWeights | None = None,
     ) -> None:
         self.number = number
-        self._worker = worker
         self._settings = settings
         self._clock = clock
         self._metrics = metrics.replica(number, self.stats, lambda: self.state)
@@ -125,6 +126,9 @@ class Replica:
         self._heartbeat = Heartbeat(
             worker, settings.claim.silence_limit, clock, lambda: self.life.looked_at(self.state)
         )
+        self._adapters = ReplicaAdapters(
+            number, worker, adapters, register, clock, lambda: self._pipeline.wake()
+        )
         self._pipeline = Pipeline(
             number,
             worker,
@@ -133,6 +137,7 @@ class Replica:
             took_turn=lambda: listener.took_turn(self),
             worker_leaves=self._worker_leaves,
             exchanged=lambda: listener.changed(self),
+            load_adapters=self._adapters.load,
             clock=clock,
             metrics=self._metrics,
             check_invariants=settings.check_invariants,
@@ -196,15 +201,7 @@ class Replica:
             raise EngineLost("the worker waits for the weights that are to answer")
         if self._core is None or model is None:
             raise EngineLost("no worker is attached")
-        assert serving.attachment is not None
-        if max(request.prompt_token_ids) >= model.vocabulary_size:
-            # The worker would refuse the whole step.
-            raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
-        if (
-            request.output is OutputKind.HOLD
-            and HELD_SAMPLING not in serving.attachment.info.features
-        ):
-            raise EngineLost("the worker can't hold a row until its mask is known")
+        serving.require_fit(request)
         on_change, continues = self._settings.arithmetic_change, self._served_weights.continues
         request = resumable(request, serving.origin, on_change, continues=continues)
         self._core.add(sequence_id, request, scanner)
@@ -252,12 +249,12 @@ class Replica:
                     break
                 except (WorkerLost, WorkerRefused, WorkerUnusable, ResultMismatch) as error:
                     verdict = self._end_claim(error)
-                await self._worker.detach()
+                await self._adapters.detach()
                 if self._goes_on():
                     with suppress(Left):
                         await self._in_patience(asyncio.sleep(verdict.retry_after))
         finally:
-            await self._worker.detach()
+            await self._adapters.detach()
         self.life.note(MemberState.GONE, "it has left")
 
     # --- the claim ----------------------------------------------------------------------------
@@ -265,7 +262,7 @@ class Replica:
     async def _attach(self) -> None:
         admit = partial(self._listener.admit, self)
         try:
-            attachment = await self._in_patience(self._worker.attach(admit=admit))
+            attachment = await self._in_patience(self._adapters.attach(admit))
             resumed, last = self._core is not None, self.serving.attachment
             kv_kept = self._adopt(attachment)
         finally:
@@ -304,7 +301,7 @@ class Replica:
         serving.adopt(replace(attachment, info=info), config, may_answer=may_answer)
         after = serving.traits_now(takes_over=served.continues)
         if self._core is None or before is None or last is None or after is None:
-            self._core = Scheduler(config, info.epoch, info.weight_version)
+            self._core = Scheduler(config, info.epoch, info.weight_version, self._adapters.held)
             serving.kept = self._core.ledger.kept
             return False
         may_cross = tell_arithmetic(last.info, info, self._settings.arithmetic_change)
@@ -319,6 +316,7 @@ class Replica:
             info.weight_version,
             keep_kv=kv_kept,
             arithmetic_changed=info.arithmetic != last.info.arithmetic,
+            adapters=self._adapters.held,
         )
         self._register.deliver(outputs, self._clock())
         return kv_kept

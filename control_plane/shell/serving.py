@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.plan import WeightVersion
-from control_plane.core.request import Origin, SequenceId
+from control_plane.core.request import Origin, OutputKind, Request, SequenceId
 from control_plane.core.succession import Traits
-from control_plane.shell.engine import ServedModel
+from control_plane.shell.engine import (
+    AdapterUnavailable,
+    EngineLost,
+    ServedModel,
+    VocabularyMismatch,
+)
 from control_plane.shell.limits import Capacity, capacity_of
-from control_plane.shell.ports import Attachment
+from control_plane.shell.ports import HELD_SAMPLING, Attachment
 from control_plane.shell.successor import model_of, traits_of
 
 
@@ -42,6 +47,18 @@ class Serving:
         if before is not None and not may_answer:
             self.traits = replace(self.traits, weight_digest=before.weight_digest)
         self._note_origin(attachment)
+
+    def require_fit(self, request: Request) -> None:
+        """Raises an EngineError for a request that the worker can't execute."""
+        attachment, model = self.attachment, self.model
+        assert attachment is not None and model is not None
+        if max(request.prompt_token_ids) >= model.vocabulary_size:
+            # The worker would refuse the whole step.
+            raise VocabularyMismatch("the worker's model does not know all tokens of this prompt")
+        if request.output is OutputKind.HOLD and HELD_SAMPLING not in attachment.info.features:
+            raise EngineLost("the worker can't hold a row until its mask is known")
+        if request.adapter is not None and not attachment.info.adapter_slot_count:
+            raise AdapterUnavailable("no worker has slots for adapters: see its --max-loras")
 
     def exchange(self, version: WeightVersion) -> None:
         """The worker has other weights from now on."""

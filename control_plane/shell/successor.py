@@ -12,6 +12,7 @@ from control_plane.core.errors import RequestTooLong
 from control_plane.core.request import Origin, Request, SequenceId
 from control_plane.core.succession import Obstacle, Traits
 from control_plane.shell.engine import (
+    AdapterUnavailable,
     CannotResume,
     EngineError,
     EngineLost,
@@ -34,6 +35,8 @@ def failure_of(obstacle: Obstacle, *, is_decided: bool) -> FailureKind:
             return RequestTooLong
         case Obstacle.VOCABULARY:
             return VocabularyMismatch
+        case Obstacle.ADAPTER:
+            return AdapterUnavailable
         case Obstacle.WEIGHTS if is_decided:
             return WeightsChanged
         case _:
@@ -57,6 +60,7 @@ def traits_of(config: SchedulerConfig, info: WorkerInfo) -> Traits:
         vocabulary_size=info.vocabulary_size,
         max_sequence_token_count=config.max_sequence_token_count,
         holds_rows=HELD_SAMPLING in info.features,
+        takes_adapters=config.adapter_slot_count > 0,
     )
 
 

@@ -20,6 +20,7 @@ from control_plane.rpc.errors import (
     status_of,
 )
 from control_plane.shell.engine import (
+    AdapterUnavailable,
     CannotResume,
     DuplicateRequest,
     EngineDraining,
@@ -59,6 +60,7 @@ EDGE_ERRORS = (
     TemplateFailed("the template broke"),
     NoChatTemplate("none"),
     UnknownModel("a", ["b"]),
+    AdapterUnavailable("the tensors don't fit"),
     NoModelServed(),
     RolloutConflict("another rollout runs"),
     SpoolFull(2, 1),

@@ -120,8 +120,8 @@ FLEET_MUTANTS = (
     Mutant(
         "relief-of-who-starts-anyway",
         "fleet.py",
-        "    if source.queue_moves:",
-        "    if not source:",
+        "[] if source.queue_moves else",
+        "[] if not source else",
     ),
     Mutant(
         "relief-of-nobody",
@@ -198,7 +198,7 @@ FLEET_MUTANTS = (
     Mutant(
         "queue-relieved-by-one",
         "exchange.py",
-        "if self._free and not member.queue_moves:",
+        "if self._free and (not member.queue_moves or member.core.ledger.adapters.queues):",
         "if not self:",
     ),
     Mutant("target-sleeps", "replica.py", "        other._pipeline.wake()\n", "", "shell"),

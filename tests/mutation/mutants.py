@@ -73,10 +73,17 @@ MUTANTS = (
     Mutant(
         "hash-without-salt",
         "prefix_cache.py",
-        "+ encoded + self._weight_digest",
-        "+ self._weight_digest",
+        "lengths + encoded + adapter",
+        "lengths + adapter",
     ),
-    Mutant("hash-without-weights", "prefix_cache.py", "encoded + self._weight_digest", "encoded"),
+    Mutant("hash-without-weights", "prefix_cache.py", "adapter + self._weight_digest", "adapter"),
+    Mutant("hash-without-adapter", "prefix_cache.py", "encoded + adapter + self", "encoded + self"),
+    Mutant(
+        "slot-of-a-row-given-away",
+        "adapters.py",
+        " and slot.removal_step <= answered_step_id",
+        "",
+    ),
     Mutant(
         "hit-takes-last-token",
         "prefix_cache.py",

@@ -24,6 +24,7 @@ from control_plane.core.errors import ResultMismatch
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import Row, RowFault, StepResult
 from control_plane.core.request import (
+    Adapter,
     OutputKind,
     Request,
     RequestId,
@@ -33,7 +34,8 @@ from control_plane.core.request import (
 from control_plane.core.tokens import Tokens
 from control_plane.core.weights import InFlightPolicy
 from tests.support.checking_worker import END
-from tests.support.core_harness import Harness, Pair
+from tests.support.core_harness import Harness
+from tests.support.naive_model import Pair
 from tests.support.quick import examples
 
 
@@ -47,6 +49,7 @@ def config_of(  # a pool that holds one sequence of the greatest length and litt
     caching: bool,
     drafts: int = 0,
     stages: int = 1,
+    slots: int = 0,
 ) -> SchedulerConfig:
     return SchedulerConfig(
         max_sequence_count=rows,
@@ -60,6 +63,7 @@ def config_of(  # a pool that holds one sequence of the greatest length and litt
         enable_prefix_caching=caching,
         ageing_seconds=2.0,
         max_draft_token_count=drafts,
+        adapter_slot_count=slots,
     )
 
 
@@ -74,6 +78,7 @@ configs = st.builds(
     caching=st.booleans(),
     drafts=st.integers(0, 3),
     stages=st.sampled_from((1, 1, 2, 3, 5)),
+    slots=st.integers(0, 3),
 )
 # Few distinct prompts, so that prefixes meet.
 BASES = ((0,), (1, 2), (3, 4, 5))
@@ -81,6 +86,7 @@ STOPS = (frozenset[int](), frozenset({5}), frozenset({5, END}))
 # Stop strings; the second may be complete with a token that is a stop token too.
 PAIRS: tuple[Pair | None, ...] = (None, None, (2, 3), (4, 5))
 FINISH = InFlightPolicy.FINISH_ON_OLD
+ADAPTERS = (None, *(Adapter(f"name of {digest}", digest) for digest in "pqrst"))
 KINDS = (OutputKind.SAMPLE, OutputKind.SAMPLE, OutputKind.HOLD)
 
 Ask = tuple[Callable[[int, float], Request], Pair | None]
@@ -96,6 +102,7 @@ def ask_of(
     salt: str,
     output: OutputKind = OutputKind.SAMPLE,
     pair: Pair | None = None,
+    adapter: Adapter | None = None,
 ) -> Ask:
     """A request but for its number, which is its name and seed, and its arrival; and its stop
     string."""
@@ -111,6 +118,7 @@ def ask_of(
             priority=priority,
             cache_salt=salt,
             output=output,
+            adapter=adapter,
         )
 
     return make, pair
@@ -127,6 +135,7 @@ asks = st.builds(
     salt=st.sampled_from(["", "a", "b"]),
     output=st.sampled_from(KINDS),
     pair=st.sampled_from(PAIRS),
+    adapter=st.sampled_from(ADAPTERS),
 )
 
 
@@ -194,6 +203,15 @@ class CoreMachine(RuleBasedStateMachine):
     def close(self, is_closing: bool) -> None:
         self.harness.scheduler.close(is_closing=is_closing)
 
+    @precondition(lambda self: self.harness.loads)
+    @rule(index=st.integers(0, 3), fails=st.sampled_from((False, False, False, True)))
+    def answer_load(self, index: int, fails: bool) -> None:
+        self.harness.answer_load(index, fails=fails)
+
+    @rule(pinned=st.sets(st.sampled_from("pqrst"), max_size=3))
+    def pin(self, pinned: set[str]) -> None:
+        self.harness.scheduler.adapters.pin(frozenset(pinned))
+
     @rule(seconds=st.floats(0.0, 5.0))
     def wait(self, seconds: float) -> None:
         self.harness.now += seconds
@@ -249,6 +267,7 @@ def run_crowd(seed: int) -> Harness:
         ahead=chance.randint(1, 3),
         caching=chance.random() < 0.7,
         drafts=chance.choice([0, 0, 1, 3]),
+        slots=chance.choice([0, 1, 2, 3]),
     )
     stages = seed % 4 + 1 if seed % 3 == 0 else 1
     ahead = config.max_inflight_step_count
@@ -267,6 +286,7 @@ def run_crowd(seed: int) -> Harness:
             salt=chance.choice(["a", "a", "b"]),
             output=chance.choice(KINDS),
             pair=chance.choice(PAIRS),
+            adapter=chance.choice(ADAPTERS),
         )
         harness.now += chance.random()
         cut = chance.choice([0, 0, 1, 3, 20])
@@ -287,6 +307,8 @@ def disturb(harness: Harness, chance: random.Random) -> None:
         harness.allow(chance.choice(sorted(harness.unmasked)))
     if harness.live and chance.random() < 0.01:
         harness.finish(chance.choice(harness.live), FinishReason.CANCELLED)
+    if harness.loads and chance.random() < 0.3:
+        harness.answer_load(chance.randint(0, 3), fails=chance.random() < 0.05)
     if harness.sent and chance.random() < 0.3:
         harness.execute()
     if chance.random() < 0.02:
@@ -320,6 +342,8 @@ def test_the_crowds_reach_what_they_should() -> None:
         "resumed",
         "several weights",
         "tokens of kept KV",
+        "closed slots",
+        "beside adapters' waiters",
         *(f"switched: {policy.value}" for policy in InFlightPolicy if policy is not FINISH),
         "turns of others",
     ):

@@ -31,7 +31,7 @@ from control_plane.core.scheduler import Scheduler
 from control_plane.core.sequence import Sequence
 from control_plane.core.succession import Traits
 from tests.support.checking_worker import WEIGHTS, CheckingWorker
-from tests.support.core_harness import alone
+from tests.support.naive_model import alone
 from tests.support.quick import examples
 
 LONGEST = 24

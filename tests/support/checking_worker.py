@@ -35,6 +35,11 @@ MIXED = "mixed"
 """In place of weights: computed over KV of other ones."""
 
 
+def made_with(weights: str, adapter: str) -> str:
+    """What tokens depend on, as one digest."""
+    return f"{weights}+{adapter}" if adapter else weights
+
+
 def next_token(seed: int, tokens: list[int], digest: str = WEIGHTS.digest) -> int:
     own = b"" if digest == WEIGHTS.digest else digest.encode()
     return zlib.crc32(own + bytes([seed % 251, *tokens])) % VOCABULARY
@@ -79,6 +84,8 @@ class CheckingWorker:
         self.weights = WEIGHTS
         self.kept: set[WorkerRow] = set()
         """Rows that may read what other weights have written."""
+        self.adapters: dict[int, str] = {}
+        """Digests, by slot."""
         self.attach(epoch)
 
     def attach(self, epoch: int) -> None:
@@ -93,11 +100,23 @@ class CheckingWorker:
         self.weights = weights
         self.kept = set(self.rows.values()) if keep_kv else set()
 
+    def load_adapter(self, slot: int, digest: str) -> None:
+        """Puts an adapter in place of what the slot held."""
+        assert 1 <= slot <= self.config.adapter_slot_count
+        users = [row for row in self.rows.values() if row.adapter_slot == slot]
+        assert not users, "the slot of a row is given away"
+        self.adapters[slot] = digest
+
+    def _made_with(self, row: WorkerRow) -> str:
+        """The digests of weights and adapter."""
+        adapter = self.adapters[row.adapter_slot] if row.adapter_slot else ""
+        return made_with(self.weights.digest, adapter)
+
     def _propose(self, row: WorkerRow, count: int) -> list[int]:
-        return drafts_of(row.seed, row.tokens, count, self.weights.digest)
+        return drafts_of(row.seed, row.tokens, count, self._made_with(row))
 
     def _token_after(self, row: WorkerRow) -> int:
-        return next_token(row.seed, row.tokens, self.weights.digest)
+        return next_token(row.seed, row.tokens, self._made_with(row))
 
     @property
     def rows(self) -> dict[Row, WorkerRow]:
@@ -133,7 +152,7 @@ class CheckingWorker:
         tokens: dict[Row, list[int]] = {}
         for number in plan.rows:
             row = self.rows[number]
-            token = next_allowed(row.seed, row.tokens, masks.get(number), self.weights.digest)
+            token = next_allowed(row.seed, row.tokens, masks.get(number), self._made_with(row))
             self._plans.sample_held(plan.step_id, number, token)
             tokens[number] = [token]
         for number in faulted:
@@ -172,6 +191,7 @@ class CheckingWorker:
         assert 0 <= sequence.row < self.config.max_sequence_count
         assert sequence.computed_token_count == len(sequence.block_ids) * self.config.block_size
         assert len(sequence.token_ids) < self.config.max_sequence_token_count
+        assert self.adapters.get(sequence.adapter_slot, "") == sequence.adapter_digest
 
     def _check_delta(self, delta: Delta, row: WorkerRow, start: int) -> None:
         """What this core never asks for, though a worker would do it."""
@@ -191,6 +211,11 @@ class CheckingWorker:
         drafts = config.max_draft_token_count * config.max_inflight_step_count
         assert 0 <= spare < config.block_size + drafts, "too few blocks, or more than needed"
 
+    def _salt(self, row: WorkerRow) -> str:
+        """What keeps the KV of others apart: the cache's salt, and the adapter."""
+        adapter = self.adapters[row.adapter_slot] if row.adapter_slot else ""
+        return made_with(self.salts[row.seed], adapter)
+
     def _write(self, row: WorkerRow, start: int, end: int) -> None:
         size = self.config.block_size
         for block in {row.blocks[position // size] for position in range(start, end)}:
@@ -198,7 +223,7 @@ class CheckingWorker:
             assert holders == [row], "writes into a block that another row holds"
         for position in range(start, end):
             weights = MIXED if row in self.kept else self.weights.digest
-            content = (self.salts[row.seed], weights, tuple(row.tokens[: position + 1]))
+            content = (self._salt(row), weights, tuple(row.tokens[: position + 1]))
             self.slots[row.blocks[position // size], position % size] = content
 
     def _read(self, row: WorkerRow, start: int, end: int) -> None:
@@ -207,7 +232,7 @@ class CheckingWorker:
             content = self.slots.get((row.blocks[position // size], position % size))
             assert content is not None
             salt, weights, tokens = content
-            assert (salt, tokens) == (self.salts[row.seed], tuple(row.tokens[: position + 1]))
+            assert (salt, tokens) == (self._salt(row), tuple(row.tokens[: position + 1]))
             assert weights == self.weights.digest or row in self.kept, "KV of other weights"
 
 

@@ -8,75 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
 from control_plane.core import invariants
+from control_plane.core.adapters import AdapterLoad
 from control_plane.core.config import SchedulerConfig
 from control_plane.core.errors import QueueFull, RequestTooLong
 from control_plane.core.events import FinishReason, SequenceOutput
 from control_plane.core.plan import Message, SamplePlan, StepPlan, StepResult, WeightVersion
 from control_plane.core.request import OutputKind, Request, Resumed, SequenceId
 from control_plane.core.scheduler import Scheduler
-from control_plane.core.spans import Spans, WeightsSpan, extended
 from control_plane.core.turns import MOST_PENDING
 from control_plane.core.weights import InFlightPolicy
-from tests.support.checking_worker import WEIGHTS, CheckingWorker, mask_of, next_allowed
-
-Pair = tuple[int, int]
-NAMED = replace(WEIGHTS, name=f"name of {WEIGHTS.digest}")
-
-
-class PairScanner:
-    """A stop string of two tokens."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-        self._last = -1
-
-    def push(self, token_ids: list[int]) -> int | None:
-        for index, token in enumerate(token_ids):
-            if (self._last, token) == self._pair:
-                return index + 1
-            self._last = token
-        return None
-
-
-Made = tuple[str, bool]
-"""The weights of a token, and whether it came of KV that others had made."""
-
-
-def spans_of(made: list[Made]) -> Spans:
-    """As the core should tell it."""
-    spans: Spans = ()
-    for digest, is_kept in made:
-        name = f"name of {digest}" if digest else ""
-        spans = extended(spans, WeightsSpan(1, digest, name, is_kept))
-    return spans
-
-
-def alone(
-    request: Request, pair: Pair | None, longest: int, digests: Sequence[str] = (WEIGHTS.digest,)
-) -> tuple[list[int], FinishReason]:
-    """The naive model: one request, no batch, no blocks, no steps. `digests`: the weights of each
-    token, the last of all that follow."""
-    tokens = list(request.prompt_token_ids)
-    output: list[int] = []
-    while True:
-        constrained = request.output is OutputKind.HOLD
-        mask = mask_of(request.seed, tokens) if constrained else None
-        digest = digests[min(len(output), len(digests) - 1)]
-        token = next_allowed(request.seed, tokens, mask, digest)
-        tokens.append(token)
-        output.append(token)
-        if token in request.stop.stop_token_ids | request.stop.end_of_sequence_ids:
-            return output, FinishReason.STOP
-        if pair is not None and tuple(output[-2:]) == pair:
-            return output, FinishReason.STOP
-        if len(output) == request.stop.max_tokens or len(tokens) == longest:
-            return output, FinishReason.LENGTH
+from tests.support.checking_worker import CheckingWorker, mask_of
+from tests.support.naive_model import NAMED, Made, Pair, PairScanner, alone, spans_of
 
 
 @dataclass
@@ -108,6 +55,8 @@ class Harness:
     """How each token of each was made."""
     kept: set[SequenceId] = field(default_factory=set)
     """Who has stayed in its row since other weights came."""
+    loads: list[AdapterLoad] = field(default_factory=list)
+    """Adapters that the worker is to load, and has not answered."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.config, self.epoch, NAMED)
@@ -125,6 +74,8 @@ class Harness:
 
     def submit(self, request: Request, pair: Pair | None = None, cut: int = 0) -> None:
         """`cut`: it is resumed behind as many of its tokens, if it has more."""
+        if not self.config.adapter_slot_count:
+            request = replace(request, adapter=None)
         if cut:
             longest = self.config.max_sequence_token_count
             output, _ = alone(request, pair, longest, [self.weights.digest])
@@ -178,6 +129,9 @@ class Harness:
             fresh &= first.pending < MOST_PENDING
         last_steps = {one.row: one.last_step for one in ledger.running if one.caught_up}
         message = self.scheduler.next_message(self.now)
+        self.loads += self.scheduler.adapters.take_loads()
+        self.reached["closed slots"] += any(slot.is_closing for slot in ledger.adapters.slots)
+        self.reached["beside adapters' waiters"] += bool(ledger.adapters.queues and message)
         if message is None:
             waiting = [s for s in ledger.waiting if s.completion_count or not ledger.is_closing]
             idle = not waiting and all(sequence.held for sequence in ledger.running)
@@ -201,6 +155,16 @@ class Harness:
                 self.reached["turns of others"] += 1
             self._note(message)
         return message
+
+    def answer_load(self, index: int = 0, *, fails: bool = False) -> None:
+        """The worker answers a load, not always the oldest."""
+        load = self.loads.pop(index % len(self.loads))
+        if fails:
+            for output in self.scheduler.adapters.refused(load, "the folder is gone"):
+                self.take(output)
+            return
+        self.worker.load_adapter(load.slot, load.digest)
+        self.scheduler.adapters.loaded(load)
 
     def execute(self) -> None:
         """The worker executes the oldest message that it has not executed."""
@@ -257,6 +221,9 @@ class Harness:
         elif finish.reason is FinishReason.WEIGHTS_CHANGED:
             assert got and finish.detail
             self.interrupted.add(name)
+        elif finish.reason is FinishReason.ADAPTER_UNAVAILABLE:
+            assert request.adapter is not None and finish.detail
+            self.interrupted.add(name)
         else:
             assert (got, finish.reason) == (expected, reason)
             own = request.stop.stop_token_ids
@@ -290,6 +257,7 @@ class Harness:
         self.sent.clear()
         self.results.clear()
         self.kept.clear()
+        self.loads.clear()
         assert self.scheduler.resync(self.config, self.epoch, self.weights) == []
 
     def reconnect(self, executed_count: int) -> None:
@@ -302,7 +270,13 @@ class Harness:
         self.sent.clear()
         self.results.clear()
         self.kept.clear()
-        assert self.scheduler.resync(self.config, self.epoch, self.weights, keep_kv=True) == []
+        for load in self.loads[:executed_count]:
+            self.worker.load_adapter(load.slot, load.digest)
+        self.loads.clear()
+        outputs = self.scheduler.resync(
+            self.config, self.epoch, self.weights, keep_kv=True, adapters=self.worker.adapters
+        )
+        assert outputs == []
         self.reached["reconnects with KV kept"] += len(self.scheduler.ledger.cache) > 0
 
     def switch(self, policy: InFlightPolicy, digest: str) -> None:
@@ -315,6 +289,8 @@ class Harness:
                 assert (bound := bound - 1) > 0, "those that have begun do not end"
                 if self.send() is None and self.outstanding:
                     self.deliver()
+                elif self.loads:
+                    self.answer_load()
                 elif not self.outstanding and self.unmasked:
                     self.allow(min(self.unmasked))
                 invariants.check(self.scheduler)
@@ -350,10 +326,15 @@ class Harness:
                 invariants.check(self.scheduler)
             if self.outstanding:
                 self.deliver()
+            elif self.loads:
+                self.answer_load()
             else:
                 assert self.unmasked, "nothing in flight, and nobody waits for a mask"
                 self.allow(min(self.unmasked))
             invariants.check(self.scheduler)
+        while self.loads:  # nobody waits for them any more
+            self.answer_load()
+        assert not len(self.scheduler.ledger.adapters)
         assert not self.live, "no work left, but a request is not over"
         assert not self.worker.rows, "an idle worker keeps rows"
         stats = self.scheduler.stats()

@@ -20,6 +20,7 @@ from control_plane.core.tokens import Tokens
 from control_plane.rpc.door import MAX_HELD_BYTES, EngineDoor
 from control_plane.rpc.errors import status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
+from control_plane.shell.adapter_registry import AdapterRegistry
 from control_plane.shell.engine import ServedModel
 from control_plane.shell.stream import TokenStream
 from control_plane.shell.workers import ServingWorker
@@ -123,6 +124,7 @@ class Edge:
     door: EngineDoor
     servicer: InferenceServicer
     workers: list[ServingWorker]
+    adapters: AdapterRegistry
 
     async def wait_counted(self, count: int = 1) -> None:
         """Until that many calls have ended on the server."""
@@ -152,6 +154,7 @@ async def running_edge(
 
     names = iter(range(1, 1_000_000))
     workers: list[ServingWorker] = []
+    adapters = AdapterRegistry()
     if renderer is None and text_model.template is not None:
         renderer = TemplatePool(text_model.template, limits.rendering, now=datetime.now)
     text = TextProcessor(text_model, limits, renderer)
@@ -163,6 +166,7 @@ async def running_edge(
         new_request_id=lambda: f"made-{next(names)}",
         workers=lambda: workers,
         default_sampling=default_sampling,
+        adapters=adapters,
     )
     server = grpc.aio.server(
         interceptors=[StatusInterceptor(status_of, on_call, lambda: "error-1", door=door)],
@@ -174,7 +178,8 @@ async def running_edge(
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            yield Edge(engine, stub, port, calls, counted, text_model, door, servicer, workers)
+            parts = (engine, stub, port, calls, counted, text_model, door, servicer, workers)
+            yield Edge(*parts, adapters)
     finally:
         await server.stop(0)
         text.close()

@@ -29,6 +29,7 @@ class WorkerRow:
     sampled_step: int = 0
     sampled_token: int = -1
     held_step: int = 0
+    adapter_slot: int = 0
     accepted: dict[int, int] = field(default_factory=dict)
 
 
@@ -186,6 +187,7 @@ class PlanInterpreter:
             list(sequence.block_ids),
             sequence.seed,
             sequence.output,
+            adapter_slot=sequence.adapter_slot,
         )
 
     def _take(

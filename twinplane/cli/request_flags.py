@@ -48,6 +48,9 @@ def add_request_flags(
         "--model", default="", metavar="NAME", help="ask this model (default: the one served)"
     )
     server.add_argument(
+        "--adapter", metavar="NAME", help="answer with this LoRA adapter of the model"
+    )
+    server.add_argument(
         "--wait",
         type=_seconds,
         metavar="S",

@@ -25,6 +25,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids  Tokens that end the output. The output ends after them.
     ignore_eos      Whether to go on past the model's own end of sequence.
     priority        Requests of a smaller priority run earlier. Default: 0.
+    adapter         The name of a LoRA adapter of the model; list_models() has them.
     cache_salt      Requests share cached prefixes only with requests of the same salt.
     request_id      The request's name in the server's logs. Default: the server makes one.
     """
@@ -40,6 +41,7 @@ class GenerateOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool | None
     priority: int | None
+    adapter: str | None
     cache_salt: str | None
     request_id: str | None
 

@@ -62,7 +62,7 @@ def _generation_request(
         request.priority = arguments.integer(
             "priority", "priority", given["priority"], -(2**31), 31
         )
-    for name in ("model", "cache_salt", "request_id"):
+    for name in ("model", "adapter", "cache_salt", "request_id"):
         if name in given:
             setattr(request, name, arguments.text(name, name, given[name]))
     match _classify("prompt", prompt):

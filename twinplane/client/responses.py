@@ -223,6 +223,8 @@ def served_models(response: pb.ListModelsResponse) -> tuple[ServedModel, ...]:
             ),
             default_sampling=_sampling_defaults(model),
             weights_name=model.weights_name,
+            base_model=model.base_model,
+            adapter_digest=model.adapter_digest,
         )
         for model in response.models
     )

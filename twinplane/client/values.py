@@ -148,7 +148,8 @@ class ServedModel:
     """A model that is served. The longest sequence counts prompt and output.
 
     `default_sampling` is None where the server is too old to tell. `weights_name` is what the
-    operator calls the weights; empty when they have no name.
+    operator calls the weights; empty when they have no name. An adapter is a model of its own, with
+    the name of the model that it changes and its digest.
     """
 
     name: str
@@ -158,6 +159,8 @@ class ServedModel:
     weight_version: WeightVersion
     default_sampling: SamplingDefaults | None = None
     weights_name: str = ""
+    base_model: str = ""
+    adapter_digest: str = ""
 
 
 class WorkerState(Enum):

@@ -51,6 +51,13 @@ class ControlConfig:
         group=_MODEL,
         range=_LENGTH,
     )
+    lora_modules: str | None = option(
+        None,
+        "a LoRA adapter that clients may name, as name=FOLDER in PEFT's format; may be repeated, "
+        "for each adapter once",
+        group=_MODEL,
+        repeated=True,
+    )
     generation_config: str = option(
         "auto",
         "where unset sampling parameters come from; auto: the model's files; none: temperature 1",
@@ -196,10 +203,21 @@ class ControlConfig:
         if self.worker is not None:
             replicas = parse_replicas(self.worker.split() or [self.worker])
             object.__setattr__(self, "worker", " ".join(replicas))
+        for name, folder in self.adapters:
+            if not (name and folder):
+                raise ValueError("lora_modules must be name=FOLDER, with no spaces in it")
+        if len(dict(self.adapters)) < len(self.adapters):
+            raise ValueError("lora_modules names an adapter twice")
         if self.workers_file == "":
             raise ValueError("workers_file must be a path, not ''")
         if self.workers_dns is not None:
             parse_named(self.workers_dns)
+
+    @property
+    def adapters(self) -> list[tuple[str, str]]:
+        """Name and folder of each adapter."""
+        given = (self.lora_modules or "").split()
+        return [(name, folder) for name, _, folder in (text.partition("=") for text in given)]
 
     @property
     def replicas(self) -> tuple[str, ...]:

@@ -64,7 +64,7 @@ LONG, LONG_BYTES = "x" * 2000, b"x" * 2000
         (resumed(origin=GenerationOrigin(arithmetic=LONG)), "resume.origin.arithmetic"),
         (resumed(origin=GenerationOrigin(prompt_digest=LONG_BYTES)), "resume.origin.prompt_digest"),
         (resumed(origin=GenerationOrigin(weights_name=LONG)), "resume.origin.weights_name"),
-        (resumed(origin=GenerationOrigin(adapter_digest="a")), "resume.origin.adapter_digest"),
+        (resumed(origin=GenerationOrigin(adapter_digest=LONG)), "resume.origin.adapter_digest"),
         (resumed(A, weights_spans=[WeightsSpan(token_count=2)]), "resume.weights_spans"),
         (resumed(A, B, weights_spans=[WeightsSpan(token_count=1)]), "resume.weights_spans"),
         (resumed(A, weights_spans=[WeightsSpan(token_count=1)] * 2), "resume.weights_spans"),
@@ -82,7 +82,6 @@ LONG, LONG_BYTES = "x" * 2000, b"x" * 2000
             resumed(A, weights_spans=[WeightsSpan.FromString(b"\xc8\x3e\x01\x08\x01")]),
             "resume.weights_spans[0].1001",
         ),
-        (generate_request(adapter="a"), "adapter"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("method", [pb.GenerateRequest, pb.CompleteRequest])
