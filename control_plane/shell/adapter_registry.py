@@ -7,11 +7,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from control_plane.core.request import Adapter
 from control_plane.shell.adapter_files import AdapterFiles, AdapterUnreadable, read_adapter_files
+from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class RegisteredAdapter:
 
 
 class AdapterRegistry:
-    """Everything but `register` returns at once and runs on the fleet's loop.
+    """Everything but registering folders returns at once and runs on the fleet's loop.
 
     `read` makes an adapter of a folder, on a thread of its own.
     """
@@ -70,6 +71,17 @@ class AdapterRegistry:
         except AdapterUnreadable as error:
             raise AdapterRefused(str(error)) from error
         return self.add(name, files, is_pinned=is_pinned)
+
+    async def register_all(self, adapters: Iterable[tuple[str, str]]) -> str | None:
+        """Registers folders by name, in order. Returns why one can't be; None: all are."""
+        for name, folder in adapters:
+            try:
+                added = await self.register(name, folder)
+            except AdapterRefused as error:
+                return f"can't serve the adapter {name!r}: {error}"
+            digest = added.adapter.digest[:12]
+            _logger.info("adapter registered", extra=fields(adapter=name, adapter_digest=digest))
+        return None
 
     def add(self, name: str, files: AdapterFiles, *, is_pinned: bool = False) -> RegisteredAdapter:
         """The same for a folder that was read. Raises AdapterRefused."""
