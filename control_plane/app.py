@@ -16,6 +16,7 @@ from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
+from control_plane.admin import check_admin, open_rollouts, run_beside, start_admin
 from control_plane.core.claim import ClaimPolicy
 from control_plane.core.request import SamplingParams
 from control_plane.observability.metrics import Telemetry
@@ -24,6 +25,7 @@ from control_plane.rpc.errors import CODES, REASONS, status_of
 from control_plane.rpc.inference_servicer import InferenceServicer
 from control_plane.rpc.request_log import RequestLog
 from control_plane.rpc.server import (
+    CONTROL_METHODS,
     INFERENCE_METHODS,
     MAX_REQUEST_BYTES,
     ControlServer,
@@ -35,6 +37,7 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.membership import Membership
 from control_plane.shell.ports import Clock
 from control_plane.shell.replica import ReplicaSettings
+from control_plane.shell.rollout_store import StoreUnusable
 from control_plane.shell.successor import ArithmeticChange
 from control_plane.shell.worker_lists import ListedInDns, ListedInFile, WorkerList
 from control_plane.shell.workers import serving_worker
@@ -78,6 +81,7 @@ def run(config: ControlConfig) -> int:
             config.metrics_host,
             config.metrics_port,
         )
+        check_admin(config)
         folder = resolve(config.model, weights=False)
         text_model = load_text_model(folder, trust_messages=config.trust_message_special_tokens)
         sampling = sampling_defaults(config, folder)
@@ -87,7 +91,7 @@ def run(config: ControlConfig) -> int:
         return _failed(f"can't serve the model: {error}")
     name = as_text(config.served_model_name or served_name(config.model))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        return runner.run(_serve(config, name, text_model, sampling.values))
+        return runner.run(_serve(config, name, text_model, sampling.values, folder))
 
 
 def sampling_defaults(config: ControlConfig, folder: Path) -> SamplingDefaults:
@@ -161,11 +165,15 @@ class FirstClaim:
 
 
 async def _serve(
-    config: ControlConfig, model_name: str, text_model: TextModel, sampling: SamplingParams
+    config: ControlConfig,
+    model_name: str,
+    text_model: TextModel,
+    sampling: SamplingParams,
+    folder: Path,
 ) -> int:
     telemetry = Telemetry(
         __version__,
-        methods=INFERENCE_METHODS,
+        methods=(*INFERENCE_METHODS, *CONTROL_METHODS),
         codes=CODES,
         reasons=REASONS,
         dropped_log_records=dropped_record_count,
@@ -240,22 +248,27 @@ async def _serve(
             address = await server.start(config.host, config.port, _socket_path(config))
             stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
             metrics_port = await _start_metrics(config, telemetry, fleet, stack)
-        except (CannotListen, OSError) as error:
+            rollouts = open_rollouts(config, fleet, folder, stack)
+            admin_address = await start_admin(config, rollouts, fleet, on_call, stack)
+        except (CannotListen, StoreUnusable, OSError) as error:
             return _failed(str(error))
         _logger.info(
             "listening",
             extra=fields(
                 address=address,
                 metrics_port=metrics_port,
+                admin=admin_address,
                 model=model_name,
                 worker=" ".join(config.replicas),
             ),
         )
         following = asyncio.create_task(membership.run())
         stack.push_async_callback(_cancelled, following)
+        reconciling = asyncio.create_task(rollouts.run())
+        stack.push_async_callback(_cancelled, reconciling)
         settle_collector()
         code = await run_until_stopped(
-            fleet, servicer.finished, signals, config.drain_grace_seconds
+            fleet, servicer.finished, signals, config.drain_grace_seconds, reconciling
         )
     if code == 0:
         _logger.info("stopped", extra=fields(reason=signals.reason))
@@ -263,13 +276,18 @@ async def _serve(
 
 
 async def run_until_stopped(
-    fleet: Fleet, finished: Callable[[], Awaitable[None]], signals: StopEvents, grace: float
+    fleet: Fleet,
+    finished: Callable[[], Awaitable[None]],
+    signals: StopEvents,
+    grace: float,
+    beside: asyncio.Task[None] | None = None,
 ) -> int:
     """Runs the fleet; on the first signal drains it, on the second cuts the drain short.
 
-    `finished` returns once no client waits for the rest of its answer. Returns the exit code.
+    `finished` returns once no client waits for the rest of its answer. `beside` runs on its own;
+    it only ends with a bug of ours, and that is the end of all. Returns the exit code.
     """
-    running = asyncio.create_task(fleet.run())
+    running = asyncio.create_task(run_beside(fleet.run(), beside))
     stopping = asyncio.create_task(signals.first.wait())
     hurrying = asyncio.create_task(signals.second.wait())
     draining: asyncio.Task[None] | None = None

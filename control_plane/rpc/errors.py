@@ -7,6 +7,7 @@ EdgeError
 ├── UnknownModel         no model of this name is served: lists those that are
 ├── NoModelServed        no worker is attached yet, or it is away
 ├── RequestsTooLarge     requests that are looked at are too large together: try again soon
+├── SpoolFull            streamed weights have no room on the disk
 ├── RowFailed            the worker could not compute this request's next token
 └── GenerationCancelled  the server ended the request
 
@@ -29,6 +30,7 @@ from control_plane.shell.engine import (
     VocabularyMismatch,
     WeightsChanged,
 )
+from control_plane.shell.rollouts import RolloutConflict
 from control_plane.text.errors import (
     ControlTokenWritten,
     NoChatTemplate,
@@ -65,6 +67,8 @@ REASONS: tuple[str, ...] = tuple(
         reasons.ERROR_REASON_CANNOT_RESUME,
         reasons.ERROR_REASON_PAUSED,
         reasons.ERROR_REASON_WEIGHTS_CHANGED,
+        reasons.ERROR_REASON_ROLLOUT_CONFLICT,
+        reasons.ERROR_REASON_OUT_OF_MEMORY,
         reasons.ERROR_REASON_INTERNAL,
         reasons.ERROR_REASON_MALFORMED_MESSAGE,
         reasons.ERROR_REASON_MESSAGE_TOO_LARGE,
@@ -119,6 +123,13 @@ class RequestsTooLarge(EdgeError):
 
     def __init__(self, held_bytes: int) -> None:
         super().__init__(f"requests of {held_bytes} bytes wait to be tokenized")
+
+
+class SpoolFull(EdgeError):
+    """The disk has no room for the weights that an operator streams."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"the weights have {needed:,} bytes, and the disk has {free:,} free")
 
 
 class RowFailed(EdgeError):
@@ -177,6 +188,17 @@ def status_of(error: Exception) -> Status | None:
         case WeightsChanged():
             reason = reason_name(reasons.ERROR_REASON_WEIGHTS_CHANGED)
             return Status(grpc.StatusCode.ABORTED, reason, message)
+        case RolloutConflict(rollout=rollout):
+            reason = reason_name(reasons.ERROR_REASON_ROLLOUT_CONFLICT)
+            code = grpc.StatusCode.FAILED_PRECONDITION
+            if rollout is None:
+                return Status(code, reason, message)
+            metadata = {"rollout_id": rollout.rollout_id, "state": rollout.state.name}
+            return Status(code, reason, message, metadata=metadata)
+        case SpoolFull():
+            reason = reason_name(reasons.ERROR_REASON_OUT_OF_MEMORY)
+            code = grpc.StatusCode.RESOURCE_EXHAUSTED
+            return Status(code, reason, message, quota="bytes on the control plane's disk")
         case EngineDraining():
             return _unavailable(reasons.ERROR_REASON_DRAINING, message)
         case GenerationCancelled():

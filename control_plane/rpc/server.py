@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from twinplane.control.v1 import control_pb2, control_pb2_grpc
 from twinplane.grpc.health import ServingState, SettableReadiness
 from twinplane.grpc.interceptors import StatusInterceptor
 from twinplane.grpc.options import FIXED_WINDOW, Connections, Keepalive
@@ -17,6 +18,11 @@ INFERENCE_METHODS: tuple[str, ...] = tuple(
     f"/{INFERENCE_SERVICE_NAME}/{method.name}" for method in _INFERENCE_SERVICE.methods
 )
 """As gRPC and the metrics name them."""
+_CONTROL_SERVICE = control_pb2.DESCRIPTOR.services_by_name["ControlService"]
+CONTROL_SERVICE_NAME: str = _CONTROL_SERVICE.full_name
+CONTROL_METHODS: tuple[str, ...] = tuple(
+    f"/{CONTROL_SERVICE_NAME}/{method.name}" for method in _CONTROL_SERVICE.methods
+)
 
 # Clients may ping every five seconds; common defaults are slower. A client that vanished is noticed
 # within 30 seconds.
@@ -37,6 +43,12 @@ def inference_service(servicer: inference_pb2_grpc.InferenceServiceServicer) -> 
     """The clients' service."""
     add_to_server = inference_pb2_grpc.add_InferenceServiceServicer_to_server
     return Service(INFERENCE_SERVICE_NAME, add_to_server, servicer)
+
+
+def control_service(servicer: control_pb2_grpc.ControlServiceServicer) -> Service:
+    """The operators' service."""
+    add_to_server = control_pb2_grpc.add_ControlServiceServicer_to_server
+    return Service(CONTROL_SERVICE_NAME, add_to_server, servicer)
 
 
 class ControlServer(GrpcServer):

@@ -274,6 +274,7 @@ class Fleet:
             _logger.warning("requests have no worker", extra=fields(request_count=count))
 
     def _tell_readiness(self) -> None:
+        self.weights.watcher()
         ready = self.ready
         if ready is not self._was_ready:
             self._was_ready = ready

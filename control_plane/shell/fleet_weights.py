@@ -28,6 +28,8 @@ class FleetWeights:
         """Pauses and their ends."""
         self.refuses = False
         """Requests that come are refused while it is paused."""
+        self.watcher: Callable[[], None] = lambda: None
+        """Called when a replica has come, gone, or exchanged its weights."""
 
     def check_admits(self) -> None:
         """Raises EnginePaused."""

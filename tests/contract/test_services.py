@@ -5,13 +5,16 @@ from __future__ import annotations
 import pytest
 from google.protobuf.descriptor import ServiceDescriptor
 
+from control_plane.rpc.control_servicer import ControlServicer
 from control_plane.rpc.inference_servicer import InferenceServicer
+from twinplane.control.v1 import control_pb2
 from twinplane.inference.v1 import inference_pb2
 from twinplane.worker.v1 import model_runner_pb2
 from worker_service.rpc.servicer import ModelRunnerServicer
 
 SERVICERS = (
     (inference_pb2.DESCRIPTOR.services_by_name["InferenceService"], InferenceServicer),
+    (control_pb2.DESCRIPTOR.services_by_name["ControlService"], ControlServicer),
     (model_runner_pb2.DESCRIPTOR.services_by_name["ModelRunnerService"], ModelRunnerServicer),
 )
 

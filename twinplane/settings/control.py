@@ -72,6 +72,20 @@ class ControlConfig:
         9400, "port of the metrics endpoint; 0: any free one; none: off", group=_LISTEN, range=PORT
     )
 
+    admin_host: str = option(
+        "127.0.0.1",
+        "address of the operators' port; whoever reaches it decides what all clients are answered "
+        "with",
+        group=_LISTEN,
+    )
+    admin_port: int | None = option(
+        None,
+        "port for operators, with twinplane.control.v1.ControlService; 0: any free one; default: "
+        "none, it is off",
+        group=_LISTEN,
+        range=PORT,
+    )
+
     worker: str | None = option(
         None,
         "a worker: host:port or unix:PATH, of a replica's ranks all with commas between; may be "
@@ -149,6 +163,13 @@ class ControlConfig:
         "maximum seconds that running requests have when the server stops",
         group=_OPERATION,
         range=SECONDS,
+    )
+    state_dir: str | None = option(
+        None,
+        "folder in which rollouts are written down, to go on with after a restart; default: none, "
+        "they are kept in memory",
+        group=_OPERATION,
+        path=True,
     )
     log_level: str = option(
         "info",
