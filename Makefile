@@ -154,6 +154,6 @@ lock: $(INSTALLED)  ## write the versions installed now to requirements/ci.txt
 
 clean:  ## remove caches, packages and stubs; the environment and the model stay
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
-	rm -rf twinplane/common twinplane/inference twinplane/worker tests/integration/node/node_modules
+	rm -rf twinplane/common twinplane/control twinplane/inference twinplane/worker tests/integration/node/node_modules
 	rm -f $(STUBS)
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -60,6 +60,14 @@ _GROUPS = (
         ),
     ),
     (
+        "operate",
+        (
+            _Command("weights", "other weights for running workers", "twinplane.cli.weights"),
+            _Command("pause", "compute nothing for a while", "twinplane.cli.pause"),
+            _Command("resume", "go on after a pause", "twinplane.cli.resume"),
+        ),
+    ),
+    (
         "manage",
         (
             _Command(
@@ -172,6 +180,10 @@ _ALIASES = {
     "ps": "status",
     "check": "doctor",
     "env": "doctor",
+    "update": "weights update",
+    "rollback": "weights rollback",
+    "rollout": "weights status",
+    "unpause": "resume",
 }
 
 

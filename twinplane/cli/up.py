@@ -33,7 +33,7 @@ from twinplane.process.standard_streams import restore_signals
 from twinplane.process.starting import stop_signals
 from twinplane.settings import resolution as settings
 from twinplane.settings.command_parser import CommandParser
-from twinplane.settings.control import ControlConfig
+from twinplane.settings.control import USUAL_ADMIN_PORT, ControlConfig
 from twinplane.settings.resolution import SettingsError
 from twinplane.settings.worker import WorkerConfig
 
@@ -100,6 +100,9 @@ def _up(
     )
     control = planes.resolve_control(control_flags, environ, worker)
     control_flags.model = control.model
+    if worker.weights_root is not None and control.admin_port is None:
+        # Weights can be exchanged: then somebody has to be able to ask for it.
+        control_flags.admin_port = str(USUAL_ADMIN_PORT)
     if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
         raise SettingsError(
             f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "

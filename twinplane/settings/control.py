@@ -25,6 +25,9 @@ _SCHEDULING = "scheduling"
 _OPERATION = "operation"
 
 DEFAULT_WORKER = "127.0.0.1:50061"
+USUAL_ADMIN_PORT = 50071
+DEFAULT_ADMIN_ADDRESS = f"127.0.0.1:{USUAL_ADMIN_PORT}"
+"""Where operators look for the port, which is off unless it is asked for."""
 _LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the output
 
 
