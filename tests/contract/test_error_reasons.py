@@ -15,6 +15,7 @@ from control_plane.rpc.errors import (
     NoModelServed,
     RequestsTooLarge,
     RowFailed,
+    SpoolFull,
     UnknownModel,
     status_of,
 )
@@ -28,6 +29,7 @@ from control_plane.shell.engine import (
     WeightsChanged,
 )
 from control_plane.shell.ports import RefusalReason
+from control_plane.shell.rollouts import RolloutConflict
 from control_plane.text.errors import NoChatTemplate, TemplateFailed, TextBusy
 from twinplane.common.v1.errors_pb2 import ErrorReason
 from twinplane.errors import Violation
@@ -58,6 +60,8 @@ EDGE_ERRORS = (
     NoChatTemplate("none"),
     UnknownModel("a", ["b"]),
     NoModelServed(),
+    RolloutConflict("another rollout runs"),
+    SpoolFull(2, 1),
     RequestsTooLarge(9),
     DuplicateRequest("this id runs"),
     QueueFull("9 requests wait", 2.5),

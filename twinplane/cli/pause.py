@@ -17,7 +17,7 @@ def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
     parser = CommandParser(
         "twinplane pause",
-        "Have a running server compute nothing until twinplane resume. Requests that come wait.",
+        "Have a running server compute nothing until twinplane resume.\nRequests that come wait.",
         notes=("exit codes: 0 paused, 1 not, 2 wrong usage", ""),
         examples=("twinplane pause", "twinplane pause --in-flight finish-on-old --refuse-new"),
     )

@@ -25,7 +25,7 @@ def command_line() -> argparse.ArgumentParser:
     """What can be typed."""
     parser = CommandParser(
         "twinplane weights",
-        "Give the workers of a running server other weights, without a pause that clients notice.\n"
+        "Give the workers of a running server other weights while it serves.\n"
         "The control plane needs --admin-port, and each worker --weights-root.",
         usage="%(prog)s {update,status,rollback,abort} [options]",
         notes=("exit codes: 0 all have them, 1 it failed or was turned back, 2 wrong usage", ""),
@@ -43,7 +43,7 @@ def command_line() -> argparse.ArgumentParser:
         parser_class=argparse.ArgumentParser,
         prog="twinplane weights",
     )
-    update = commands.add_parser("update", help="roll other weights out, and wait until all is so")
+    update = commands.add_parser("update", help="PATH --name NAME: roll other weights out")
     _add_update_flags(update)
     status = commands.add_parser("status", help="say what is wanted, and what each replica has")
     status.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
