@@ -19,7 +19,7 @@ import itertools
 from dataclasses import replace
 
 from bench import fleet
-from bench import options as shared
+from bench import options as flags
 from bench.contestants import VOCABULARY
 from bench.load import random_prompts
 from bench.results import Measurement
@@ -58,20 +58,20 @@ class OneStage:
 
 
 def main() -> None:
-    parser = shared.parser(__doc__, rounds=3, peers=False)
+    parser = flags.parser(__doc__, rounds=3, peers=False)
     parser.add_argument("--rows", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
-    results = shared.open_results("pipeline_stages", options)
+    results = flags.open_results("pipeline_stages", options)
     with contextlib.ExitStack() as stack:
 
         def started(*arguments: str) -> str:
             address = f"127.0.0.1:{free_port()}"
             port = address.rpartition(":")[2]
             model = ("--model", options.model, "--device", "cpu", "--dtype", "float32")
-            flags = ("--port", port, *model, "--executor", "torch", *arguments)
-            stack.enter_context(worker_process(address, *flags))
+            arguments_of_one = ("--port", port, *model, "--executor", "torch", *arguments)
+            stack.enter_context(worker_process(address, *arguments_of_one))
             return address
 
         one = started("--threads", str(STAGES))
