@@ -45,6 +45,8 @@ async def run(options: argparse.Namespace) -> list[Report]:
                 seed=options.seed,
             )
         print(report.line(), flush=True)
+        for wrong in report.wrong:
+            print(wrong[:1000], file=sys.stderr)
         reports.append(report)
     return reports
 

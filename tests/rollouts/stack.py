@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.planes import Plane, free_port
 from twinplane.control.v1 import control_pb2 as pb
 from twinplane.control.v1 import control_pb2_grpc
-from twinplane.worker.v1 import info_pb2, model_runner_pb2_grpc
+from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
 
 OVER_SECONDS = 180.0
 """After so long a rollout is over, whatever was killed meanwhile."""
@@ -153,7 +153,7 @@ class Stack:
     async def _prepared(self, number: int) -> str:
         async with grpc.aio.insecure_channel(self._socket(number), options=_OPTIONS) as channel:
             stub = model_runner_pb2_grpc.ModelRunnerServiceStub(channel)
-            answer = await stub.GetWorkerInfo(info_pb2.GetWorkerInfoRequest(), timeout=60)
+            answer = await stub.GetWorkerInfo(model_runner_pb2.GetWorkerInfoRequest(), timeout=60)
             return str(answer.worker_info.prepared_update.update_id)
 
     def _socket(self, number: int) -> str:

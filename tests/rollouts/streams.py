@@ -26,6 +26,7 @@ from twinplane import (
     WeightsSpan,
 )
 from twinplane.client.options import GenerateOptions
+from twinplane.control.v1 import control_pb2 as pb
 from worker_service.simulated.arithmetic import (
     Words,
     choose,
@@ -37,6 +38,9 @@ from worker_service.simulated.weights import salt_of
 
 DEADLINE_SECONDS = 240.0
 _STOPS = "abcdefghijklmnop"
+_KEEP = pb.IN_FLIGHT_POLICY_KEEP_KV
+_MIXING = frozenset({pb.IN_FLIGHT_POLICY_CONTINUE_ON_NEW, _KEEP})
+"""With these an answer may have tokens of several weights."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ class Seen:
     """An answer, or an error, as its caller saw it.
 
     `wanted`: the digest of the weights that all replicas had when it began; empty while a rollout
-    ran. `is_calm`: no rollout began before it ended. `gaps`: seconds between two of its deltas; of
-    them, `switches` are those behind which the tokens are of other weights.
+    ran. `policies`: of the rollouts that ran meanwhile. `gaps`: seconds between two of its deltas;
+    of them, `switches` are those behind which the tokens are of other weights.
     """
 
     ask: Ask
@@ -66,7 +70,7 @@ class Seen:
     error: TwinplaneError | None = None
     gaps: list[float] = field(default_factory=list)
     switches: list[float] = field(default_factory=list)
-    is_calm: bool = False
+    policies: frozenset[int] = frozenset()
 
 
 def make_ask(draw: random.Random, vocabulary_size: int, longest: int) -> Ask:
@@ -75,7 +79,8 @@ def make_ask(draw: random.Random, vocabulary_size: int, longest: int) -> Ask:
     prompt = draw.choice(
         [
             words,
-            [draw.randrange(vocabulary_size) for _ in range(draw.randint(1, 60))],
+            # A letter at the end: a half character there would go on in the answer's text.
+            [*(draw.randrange(vocabulary_size) for _ in range(draw.randint(0, 60))), 40],
             [Message("user", words)],
         ]
     )
@@ -96,10 +101,10 @@ def make_ask(draw: random.Random, vocabulary_size: int, longest: int) -> Ask:
 
 @dataclass
 class Settled:
-    """The digest that all replicas have, and how many rollouts have begun."""
+    """The digest that all replicas have, empty while a rollout runs, and all rollouts' policies."""
 
     digest: str = ""
-    rollout_count: int = 0
+    policies: list[int] = field(default_factory=list)
 
 
 class Load:
@@ -134,31 +139,39 @@ class Load:
 
     async def _see(self, client: AsyncClient, ask: Ask) -> Seen:
         seen = Seen(ask, self._settled.digest)
-        rollout_count = self._settled.rollout_count
+        began = len(self._settled.policies) - (not self._settled.digest)
         try:
             if isinstance(ask.prompt, list) and all(isinstance(each, int) for each in ask.prompt):
                 seen.prompt_ids = tuple(ask.prompt)  # type: ignore[arg-type]
             else:
                 seen.prompt_ids = await client.tokenize(ask.prompt, timeout=DEADLINE_SECONDS)  # type: ignore[arg-type]
             if ask.streams:
-                await self._read(client, seen)
+                await self._read(client, seen, began)
             else:
                 seen.result = await client.complete(
                     ask.prompt, timeout=DEADLINE_SECONDS, **ask.options
                 )
+                self._begun(seen, began)
                 seen.text, seen.token_ids = seen.result.text, list(seen.result.token_ids)
         except TwinplaneError as error:
             seen.error = error
-        seen.is_calm = rollout_count == self._settled.rollout_count
+        seen.policies = frozenset(self._settled.policies[began:])
         return seen
 
-    async def _read(self, client: AsyncClient, seen: Seen) -> None:
+    def _begun(self, seen: Seen, began: int) -> None:
+        """It has tokens. A rollout that has begun since it was asked may have made them."""
+        if len(self._settled.policies) > began:
+            seen.wanted = ""
+
+    async def _read(self, client: AsyncClient, seen: Seen, began: int) -> None:
         last, digest = 0.0, ""
         generation = client.generate(seen.ask.prompt, timeout=DEADLINE_SECONDS, **seen.ask.options)
         async for delta in generation:
             now = time.monotonic()
             if last:
                 seen.gaps.append(now - last)
+            else:
+                self._begun(seen, began)
             if delta.origin is not None:
                 if digest and delta.origin.weights_digest != digest:
                     seen.switches.append(now - last)
@@ -180,10 +193,13 @@ class Checker:
         self._ids = {letter: tokenizer.encode(letter).ids[0] for letter in alphabet}
         self._special = set(tokenizer.get_added_tokens_decoder())
 
-    def trouble(self, seen: Seen, *, may_abort: bool = False) -> str | None:
-        """What is wrong; None: nothing. `may_abort`: it may have ended for an exchange."""
+    def trouble(self, seen: Seen, *, kills: bool) -> str | None:
+        """What is wrong; None: nothing. `kills`: whether workers were killed meanwhile, so that
+        nobody may have been left on whom an answer could end with its weights."""
         if seen.error is not None:
-            if may_abort and isinstance(seen.error, WeightsChanged):
+            may_end = pb.IN_FLIGHT_POLICY_ABORT in seen.policies
+            may_end |= kills and pb.IN_FLIGHT_POLICY_FINISH_ON_OLD in seen.policies
+            if may_end and isinstance(seen.error, WeightsChanged):
                 return None
             return f"{type(seen.error).__name__} {seen.error.reason}: {seen.error}"
         result = seen.result
@@ -197,8 +213,10 @@ class Checker:
             return f"spans {spans} of {len(tokens)} tokens"
         if seen.wanted and spans[0].weights_digest != seen.wanted:
             return f"asked of {seen.wanted[:12]}, begun with {spans[0].weights_digest[:12]}"
-        if seen.wanted and seen.is_calm and len(spans) != 1:
-            return f"no rollout ran, and it has {spans}"
+        if len(spans) > 1 and not seen.policies & _MIXING:
+            return f"policies {set(seen.policies)} allow no {spans}"
+        if any(span.kv_of_other_weights for span in spans) and _KEEP not in seen.policies:
+            return f"policies {set(seen.policies)} keep no KV: {spans}"
         sampled = seen.ask.options["temperature"] > 0  # type: ignore[operator]
         seed = result.seed if sampled else 0
         if not any(self._made(seen.prompt_ids, tokens, spans, seed, kept) for kept in (1, 0)):

@@ -77,7 +77,7 @@ class Report:
             "of_several_versions": self.mixed,
             "with_kv_of_other_weights": self.kept,
             "wrong": len(self.wrong),
-            "first_wrong": self.wrong[:5],
+            "first_wrong": [each[:600] for each in self.wrong[:5]],
             "pause_count": len(self.pauses),
             "commit_mean": round(self.commit_mean, 5),
             "growth_mb": [round(each / 1e6, 1) for each in self.growth_bytes],
@@ -146,9 +146,9 @@ async def _update(
     operator: Operator, settled: Settled, report: Report, name: str, way: tuple[int, int]
 ) -> None:
     began = time.monotonic()
-    settled.digest = ""
-    settled.rollout_count += 1
     policy, strategy = way
+    settled.digest = ""
+    settled.policies.append(policy)
     await operator.update(name, name, strategy, policy)
     state = await operator.settled()
     report.updates.append(time.monotonic() - began)
@@ -167,9 +167,9 @@ async def _update_and_kill(
     draw: random.Random,
 ) -> None:
     began = time.monotonic()
-    settled.digest = ""
-    settled.rollout_count += 1
     policy, strategy = way
+    settled.digest = ""
+    settled.policies.append(policy)
     rollout_id = await operator.update(name, name, strategy, policy)
     # Most phases take milliseconds: half of the kills hit these, the others any wait.
     usual = percentile(report.updates, 50) or 1.0
@@ -221,8 +221,8 @@ async def _ended(server: Stack, report: Report, before: Sequence[int]) -> None:
 def _judge(report: Report, checker: Checker, seen: Sequence[Seen], *, kills: bool) -> None:
     """Checks each answer."""
     for one in seen:
-        if (trouble := checker.trouble(one, may_abort=True)) is not None:
-            report.wrong.append(f"{trouble}: {one.ask}")
+        if (trouble := checker.trouble(one, kills=kills)) is not None:
+            report.wrong.append(f"{trouble}; policies {sorted(one.policies)}: {one.ask}")
         report.answers += one.result is not None
         report.aborted += one.error is not None
         report.gaps += one.gaps
