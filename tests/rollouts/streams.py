@@ -182,6 +182,15 @@ class Load:
         seen.result = await generation.result()
 
 
+def _may_end(error: TwinplaneError, policies: frozenset[int], *, kills: bool) -> bool:
+    """Whether an exchange may have ended an answer. Where nobody is killed, only ABORT does."""
+    if pb.IN_FLIGHT_POLICY_ABORT in policies:
+        # A client that comes back to the next control plane learns it when it resumes.
+        return isinstance(error, WeightsChanged) or (kills and "weights changed" in str(error))
+    is_old = pb.IN_FLIGHT_POLICY_FINISH_ON_OLD in policies
+    return kills and is_old and isinstance(error, WeightsChanged)
+
+
 class Checker:
     """Says what is wrong with answers of simulated workers."""
 
@@ -197,9 +206,7 @@ class Checker:
         """What is wrong; None: nothing. `kills`: whether workers were killed meanwhile, so that
         nobody may have been left on whom an answer could end with its weights."""
         if seen.error is not None:
-            may_end = pb.IN_FLIGHT_POLICY_ABORT in seen.policies
-            may_end |= kills and pb.IN_FLIGHT_POLICY_FINISH_ON_OLD in seen.policies
-            if may_end and isinstance(seen.error, WeightsChanged):
+            if _may_end(seen.error, seen.policies, kills=kills):
                 return None
             return f"{type(seen.error).__name__} {seen.error.reason}: {seen.error}"
         result = seen.result
