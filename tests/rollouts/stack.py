@@ -1,4 +1,4 @@
-"""Worker processes and a control plane with an operators' port, that can be killed and come back."""
+"""Worker processes and a control plane with an operators' port; killed ones are started again."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Stack:
     async def idle_again(self) -> Held:
         """What is held once that is nothing, or after too many seconds."""
         until = time.monotonic() + 30.0
-        while (held := await self.held()) != IDLE and time.monotonic() < until:
+        while (held := await self.held()) != IDLE and time.monotonic() < until:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
         return held
 
@@ -222,7 +222,7 @@ class Operator:
         state = pb.WeightsState()
         try:
             async with asyncio.timeout(OVER_SECONDS):
-                while not is_settled(state := await self._look()):
+                while not is_settled(state := await self._look()):  # noqa: ASYNC110
                     await asyncio.sleep(0.02)
         except TimeoutError:
             raise AssertionError(f"the rollout does not end: {state}") from None

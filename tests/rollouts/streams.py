@@ -182,7 +182,7 @@ class Load:
         seen.result = await generation.result()
 
 
-def _may_end(error: TwinplaneError, policies: frozenset[int], *, kills: bool) -> bool:
+def may_end(error: TwinplaneError, policies: frozenset[int], *, kills: bool) -> bool:
     """Whether an exchange may have ended an answer. Where nobody is killed, only ABORT does."""
     if pb.IN_FLIGHT_POLICY_ABORT in policies:
         # A client that comes back to the next control plane learns it when it resumes.
@@ -206,7 +206,7 @@ class Checker:
         """What is wrong; None: nothing. `kills`: whether workers were killed meanwhile, so that
         nobody may have been left on whom an answer could end with its weights."""
         if seen.error is not None:
-            if _may_end(seen.error, seen.policies, kills=kills):
+            if may_end(seen.error, seen.policies, kills=kills):
                 return None
             return f"{type(seen.error).__name__} {seen.error.reason}: {seen.error}"
         result = seen.result

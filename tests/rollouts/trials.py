@@ -124,7 +124,7 @@ async def simulated_trial(
 
         # Files are known of these from here on: with those of the start, nobody could be brought
         # back to them.
-        await _update(operator, settled, report, VERSIONS[0], WAYS[0])
+        await update(operator, settled, report, VERSIONS[0], WAYS[0])
         load = Load(server.address, settled, streams, ask)
         before: list[int] = []
         for number in range(times):
@@ -133,16 +133,16 @@ async def simulated_trial(
             if trial == "kill":
                 await _update_and_kill(server, operator, settled, report, name, way, draw)
             else:
-                await _update(operator, settled, report, name, way)
+                await update(operator, settled, report, name, way)
             if number == min(times // 2, 8):  # all has been used by then
                 before = server.resident_bytes()
         await load.stop()
-        await _ended(server, report, before if trial == "update" else [])
+        await ended(server, report, before if trial == "update" else [])
         _judge(report, checker, load.seen, kills=trial == "kill")
     return report
 
 
-async def _update(
+async def update(
     operator: Operator, settled: Settled, report: Report, name: str, way: tuple[int, int]
 ) -> None:
     began = time.monotonic()
@@ -201,7 +201,7 @@ def _note(report: Report, state: pb.WeightsState, settled: Settled) -> None:
         settled.digest = goal.digest
 
 
-async def _ended(server: Stack, report: Report, before: Sequence[int]) -> None:
+async def ended(server: Stack, report: Report, before: Sequence[int]) -> None:
     """Looks for what is left when nobody asks any more."""
     if (held := await server.idle_again()) != IDLE:
         report.wrong.append(f"it holds {held}")
@@ -223,6 +223,12 @@ def _judge(report: Report, checker: Checker, seen: Sequence[Seen], *, kills: boo
     for one in seen:
         if (trouble := checker.trouble(one, kills=kills)) is not None:
             report.wrong.append(f"{trouble}; policies {sorted(one.policies)}: {one.ask}")
+    judge_counts(report, seen)
+
+
+def judge_counts(report: Report, seen: Sequence[Seen]) -> None:
+    """Counts the answers."""
+    for one in seen:
         report.answers += one.result is not None
         report.aborted += one.error is not None
         report.gaps += one.gaps
