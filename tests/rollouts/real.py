@@ -57,7 +57,7 @@ async def real_trial(
     report = Report("real")
     weights = folder / "weights"
     for each in (weights, *(folder / f"fresh-{name}" for name in _VERSIONS)):
-        each.mkdir(parents=True)  # noqa: ASYNC240
+        each.mkdir(parents=True)
     made = model or await asyncio.to_thread(tiny_real_model, folder / "tiny")
     await asyncio.to_thread(write_two, made, weights)
     asks = [_ask(random.Random(f"{seed}/{number}"), tokens) for number in range(streams)]
