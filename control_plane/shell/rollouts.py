@@ -92,8 +92,11 @@ class Rollouts:
         self.rollout = store.load()
         """The last one; None when there was none."""
         last = self.rollout
-        goes_on = last is not None and not last.state.is_over
-        self._awaits_resumed = goes_on and last.policy is InFlightPolicy.FINISH_ON_OLD
+        self._awaits_resumed = (
+            last is not None
+            and not last.state.is_over
+            and last.policy is InFlightPolicy.FINISH_ON_OLD
+        )
         """Of an earlier life of this server there may be answers that are to end as they began."""
         self._no_commit_until = float("-inf")
         store.prune(self.rollout, ())

@@ -58,8 +58,9 @@ async def real_trial(
     weights = folder / "weights"
     for each in (weights, *(folder / f"fresh-{name}" for name in _VERSIONS)):
         each.mkdir(parents=True)
-    made = model or await asyncio.to_thread(tiny_real_model, folder / "tiny")
-    await asyncio.to_thread(write_two, made, weights)
+    if model is None:
+        model = await asyncio.to_thread(tiny_real_model, folder / "tiny")
+    await asyncio.to_thread(write_two, model, weights)
     asks = [_ask(random.Random(f"{seed}/{number}"), tokens) for number in range(streams)]
     digests: dict[str, str] = {}
     async with (

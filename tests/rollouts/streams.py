@@ -76,13 +76,13 @@ class Seen:
 def make_ask(draw: random.Random, vocabulary_size: int, longest: int) -> Ask:
     """A request of any kind: greedy or seeded, text, tokens or a chat, with stop strings or not."""
     words = "".join(draw.choice("abc ÄÖ€🙂") for _ in range(draw.randint(1, 30)))
-    prompt = draw.choice(
-        [
+    prompt: str | list[int] | list[Message] = draw.choice(
+        (
             words,
             # A letter at the end: a half character there would go on in the answer's text.
             [*(draw.randrange(vocabulary_size) for _ in range(draw.randint(0, 60))), 40],
             [Message("user", words)],
-        ]
+        )
     )
     options: GenerateOptions = {
         "max_tokens": draw.randint(1, longest),
