@@ -17,6 +17,7 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_EXTRAS := $(shell cat $(VENV)/.extras 2>/dev/null)
 STUBS := $(VENV)/.stubs
 TEMPLATES := $(VENV)/templates
+GOLDENS := $(VENV)/.goldens
 NEW_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11) and \
   "set-up: Twinplane needs Python 3.11 or newer; name one: make setup PYTHON=python3.11")
 PROTOS := $(shell find protos -name '*.proto')
@@ -65,6 +66,11 @@ $(TEMPLATES): requirements/templates.txt $(INSTALLED)
 	  --only-binary :all: --dest $@ -r $<
 	touch $@
 
+# What adapters are compared with.
+$(GOLDENS): requirements/goldens.txt $(INSTALLED)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r $<
+	touch $@
+
 # The install makes stubs, too; this keeps them fresh while protos are edited.
 $(STUBS): $(INSTALLED) $(PROTOS) hatch_build.py
 	$(BIN)/python hatch_build.py
@@ -80,7 +86,7 @@ model: $(STUBS)
 run: $(STUBS)  ## serve the default model on loopback: both planes, until Ctrl-C
 	exec $(BIN)/twinplane up --pull --model $(MODEL) $(ARGS)
 
-test: lint model $(TEMPLATES)  ## static checks and every test
+test: lint model $(TEMPLATES) $(GOLDENS)  ## static checks and every test
 	$(BIN)/python -m pytest -m 'not gpu' $(ARGS)
 
 # An environment of its own, made afresh: nothing in it is older than it has to be.

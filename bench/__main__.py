@@ -55,6 +55,7 @@ BENCHMARKS = (
     Benchmark("memory"),
     Benchmark("floor"),
     Benchmark("kernels"),
+    Benchmark("adapters"),
     Benchmark("int8_quality"),
     Benchmark("transformers_throughput"),
 )

@@ -45,8 +45,9 @@ def table() -> str:
         (
             "models",
             f"{_code(family.architecture for family in FAMILIES)}; attention windows; rotary "
-            f"scaling {_words(kind for kind in ROPE_TYPES if kind != 'default')}",
-            f"{_words(REFUSED_ARCHITECTURES)}; adapters (LoRA)",
+            f"scaling {_words(kind for kind in ROPE_TYPES if kind != 'default')}; LoRA adapters as "
+            "PEFT writes them",
+            _words(REFUSED_ARCHITECTURES),
         ),
         (
             "files",

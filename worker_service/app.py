@@ -83,7 +83,7 @@ async def serve(config: WorkerConfig, stop: asyncio.Event, build: Callable[[], R
         metrics=telemetry,
         update_metrics=telemetry,
     )
-    server = WorkerServer(facade)
+    server = WorkerServer(facade, weights_root=_weights_root(config))
     async with AsyncExitStack() as stack:
         try:
             check_addresses(
@@ -191,6 +191,10 @@ def _socket_path(config: WorkerConfig) -> Path | None:
     return None if config.uds is None else Path(config.uds).expanduser()
 
 
+def _weights_root(config: WorkerConfig) -> Path | None:
+    return None if config.weights_root is None else Path(config.weights_root).expanduser()
+
+
 def _worker_id(config: WorkerConfig) -> str:
     if config.worker_id is not None:
         return as_text(config.worker_id)
@@ -238,6 +242,7 @@ def _log_ready(facade: WorkerFacade, pool: MemoryPool) -> None:
             weights_bytes=pool.weights_bytes,
             kv_bytes=pool.kv_bytes,
             workspace_bytes=pool.workspace_bytes,
+            adapters_bytes=pool.adapters_bytes,
             free_bytes=pool.free_bytes,
         ),
     )

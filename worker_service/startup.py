@@ -19,6 +19,7 @@ from twinplane.models.folder import read_config
 from twinplane.paths import as_text
 from twinplane.settings.worker import WorkerConfig
 from worker_service.device_errors import one_line
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.capability import DataType, Limits, RankCoordinates
 from worker_service.load_errors import LoadError
 from worker_service.model.config import ConfigReader
@@ -214,8 +215,13 @@ def _runner_options(
         rendezvous_port=config.rendezvous_port,
         rendezvous_name=rendezvous_host(config, os.environ),
         sharers=config.local_world_size,
+        adapter_limits=_adapter_limits(config),
         weights_root=_weights_root(config),
     )
+
+
+def _adapter_limits(config: WorkerConfig) -> AdapterLimits:
+    return AdapterLimits(config.max_loras, config.max_lora_rank if config.max_loras else 0)
 
 
 def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
@@ -258,6 +264,7 @@ def _simulated_runner(config: WorkerConfig) -> SimulatedRunner:
         first_token=shape.first_token,
         ranks=ranks,
         rendezvous_address="" if ranks.rank or ranks.size == 1 else address,
+        adapter_limits=_adapter_limits(config),
         weights_root=_weights_root(config),
     )
     latency = SimulatedLatency(

@@ -28,7 +28,7 @@ from worker_service.domain.plan import SamplePlan, StepPlan, StepResult
 from worker_service.domain.weights import UpdateOutcome
 from worker_service.lifecycle import LifecycleState
 
-_MEMORY_KINDS = ("weights", "kv", "workspace", "prepared", "kept_tensors", "free")
+_MEMORY_KINDS = ("weights", "kv", "workspace", "adapters", "prepared", "kept_tensors", "free")
 _UPDATE_SECONDS = (0.001, 0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 1800.0)
 _REFRESH_SECONDS = 0.25
 """How long a scrape waits for a device that is busy; then it gets the numbers of the last one."""
@@ -182,6 +182,7 @@ class WorkerTelemetry(Collector):
                 "weights": pool.weights_bytes,
                 "kv": pool.kv_bytes,
                 "workspace": pool.workspace_bytes,
+                "adapters": pool.adapters_bytes,
                 "prepared": pool.prepared_bytes,
                 "kept_tensors": pool.kept_tensors_bytes,
                 "free": pool.free_bytes,

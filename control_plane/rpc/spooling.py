@@ -57,13 +57,10 @@ async def spool(
     needed = sum(tensor.byte_count for tensor in tensors)
     if needed > free:
         raise SpoolFull(needed, free)
-    file = await asyncio.to_thread(path.open, "xb")
-    try:
+    with _created(path) as file:
         await asyncio.to_thread(file.write, _header(tensors))
         await _receive(tensors, requests, file)
         await asyncio.to_thread(_settle, file)
-    finally:
-        file.close()
     digests = tuple((each.name, each.sha256) for each in tensors if each.sha256)
     return SpooledSource(str(path), digests)
 
@@ -151,6 +148,11 @@ def _header(tensors: Sequence[_Tensor]) -> bytes:
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     return len(text).to_bytes(8, "little") + text
+
+
+def _created(path: Path) -> BinaryIO:
+    """At once, not on a thread: whoever cancels the call meanwhile would leave it open."""
+    return path.open("xb")
 
 
 def _settle(file: BinaryIO) -> None:

@@ -18,7 +18,13 @@ from control_plane.core.rollout import (
     Prepare,
     View,
 )
-from control_plane.shell.ports import Clock, RefusalReason, WorkerLost, WorkerRefused
+from control_plane.shell.ports import (
+    Clock,
+    RefusalReason,
+    WorkerLost,
+    WorkerRefused,
+    WorkerUnusable,
+)
 from control_plane.shell.replica import Replica
 from twinplane.process.logs import fields
 
@@ -149,10 +155,10 @@ class Hands:
             hand.attempt_count = 0
         except asyncio.CancelledError:
             if isinstance(action, Prepare) and not self._stops:
-                with suppress(WorkerLost, WorkerRefused):
+                with suppress(WorkerLost, WorkerRefused, WorkerUnusable):
                     await weights.abort(update_id)
             raise
-        except WorkerLost:
+        except (WorkerLost, WorkerUnusable):
             self._cool(hand)
         except WorkerRefused as error:
             hand.attempt_count += 1

@@ -46,18 +46,19 @@ class RolloutStore:
         """Opens it, and makes what is missing. Raises StoreUnusable."""
         self.path = None if folder is None else folder / _FILE
         self._passing: TemporaryDirectory[str] | None = None
+        self._spools = None if folder is None else folder / "weights"
         try:
-            if folder is None:
-                self._passing = TemporaryDirectory(prefix="twinplane-weights-")
-                self._spools = Path(self._passing.name)
-            else:
-                self._spools = folder / "weights"
+            if self._spools is not None:
                 self._spools.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._database = sqlite3.connect(
                 self.path or ":memory:", timeout=0.0, check_same_thread=False, isolation_level=None
             )
-            self._prepare()
         except (OSError, sqlite3.Error) as error:
+            raise StoreUnusable(f"the state in {folder} can't be used: {_words(error)}") from error
+        try:
+            self._prepare()
+        except sqlite3.Error as error:
+            self._database.close()
             raise StoreUnusable(f"the state in {folder} can't be used: {_words(error)}") from error
 
     def load(self) -> Rollout | None:
@@ -87,6 +88,9 @@ class RolloutStore:
 
     def new_spool(self, name: str) -> Path:
         """Where streamed weights may be written."""
+        if self._spools is None:
+            self._passing = TemporaryDirectory(prefix="twinplane-weights-")
+            self._spools = Path(self._passing.name)
         return self._spools / f"{name}{_SPOOL}"
 
     def prune(self, rollout: Rollout | None, arriving: Collection[Path]) -> None:
@@ -94,7 +98,7 @@ class RolloutStore:
         needed = {str(path) for path in arriving}
         if rollout is not None:
             needed |= _spools_of(rollout.target) | _spools_of(rollout.before)
-        for path in self._spools.glob(f"*{_SPOOL}"):
+        for path in self._spools.glob(f"*{_SPOOL}") if self._spools is not None else ():
             if str(path) not in needed:
                 path.unlink(missing_ok=True)
 

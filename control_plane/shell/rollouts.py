@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +40,10 @@ MAX_LINKS = 16
 """Partial updates over one another that a worker which joins late can be brought through."""
 
 
+InThread = Callable[[Callable[[Rollout], None], Rollout], Awaitable[None]]
+"""Calls a function where it may wait for a disk."""
+
+
 class RolloutConflict(Exception):
     """The last rollout is not in a state that allows what was asked."""
 
@@ -66,7 +70,7 @@ class Rollouts:
     """The rollout of now, and the task that drives it.
 
     `first_source`: where workers can probably read the weights that they were started with; they
-    check the digest. Raises StoreUnusable.
+    check the digest. Writing down is done `in_thread`. Raises StoreUnusable.
     """
 
     def __init__(
@@ -77,7 +81,9 @@ class Rollouts:
         clock: Clock,
         new_id: Callable[[], str],
         first_source: Source | None = None,
+        in_thread: InThread = asyncio.to_thread,
     ) -> None:
+        self._in_thread = in_thread
         self._fleet = fleet
         self._store = store
         self._clock = clock
@@ -89,9 +95,8 @@ class Rollouts:
         self._served: tuple[Weights, ...] = ()
         self._news = asyncio.Event()
         self._arriving: set[Path] = set()
-        self.rollout = store.load()
+        self.rollout = last = store.load()
         """The last one; None when there was none."""
-        last = self.rollout
         self._awaits_resumed = (
             last is not None
             and not last.state.is_over
@@ -239,7 +244,7 @@ class Rollouts:
 
     async def _take(self, rollout: Rollout, *, wakes: bool = True) -> Rollout:
         """Writes it down, and goes by it from then on."""
-        await asyncio.to_thread(self._store.save, rollout)
+        await self._in_thread(self._store.save, rollout)
         last, self.rollout = self.rollout, rollout
         if last is None or last.rollout_id != rollout.rollout_id:
             self._hands.forget()

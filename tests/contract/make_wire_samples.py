@@ -42,6 +42,8 @@ PLAN = step_pb2.StepPlan(
             output=step_pb2.OUTPUT_KIND_HOLD,
             block_ids=[9, 300],
             computed_token_count=2,
+            adapter_slot=3,
+            adapter_digest="cd" * 32,
         )
     ],
     scheduled=step_pb2.ScheduledRows(

@@ -20,12 +20,11 @@ from tests.simulation.virtual_time import VirtualLoop, run_virtual
 
 @pytest.mark.parametrize("policy", list(InFlightPolicy))
 def test_who_is_to_end_with_the_old_weights_may_come_back_to_them(
-    policy: InFlightPolicy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    policy: InFlightPolicy, tmp_path: Path
 ) -> None:
     async def at_once(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
 
-    monkeypatch.setattr(asyncio, "to_thread", at_once)  # there is no time to wait for threads
     before = Weights(digest=WEIGHTS, source=DiskSource("start"))
     target = Weights("one", digest_at("one"), DiskSource("one"))
     store = RolloutStore(tmp_path)
@@ -35,7 +34,9 @@ def test_who_is_to_end_with_the_old_weights_may_come_back_to_them(
         workers = [FakeWorker(Machine(), lambda: 0.02) for _ in range(2)]
         async with running(loop, workers) as rig:
             began = loop.time()
-            rollouts = Rollouts(rig.fleet, store, clock=loop.time, new_id=lambda: "id")
+            rollouts = Rollouts(
+                rig.fleet, store, clock=loop.time, new_id=lambda: "id", in_thread=at_once
+            )
             task = rig.group.create_task(rollouts.run())
             async with asyncio.timeout(60.0):
                 await until(lambda: any(worker.machine.commit_count for worker in workers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 
 from tests.support.tiny_llama import MAX_LENGTH
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import DataType, Limits
 from worker_service.model.accounting import account_for
@@ -38,9 +40,11 @@ class Loaded:
         kind: ExecutorType = TORCH_EXECUTOR,
         spec: DecoderSpec | None = None,
         peers: Any = None,
+        adapter_limits: AdapterLimits | None = None,
     ) -> None:
         """The folder's config describes the model where there is no `spec`. With `peers` this is
         one of several ranks."""
+        self._adapter_limits = adapter_limits or AdapterLimits()
         with torch.inference_mode(), Checkpoint(folder) as checkpoint:
             spec = account_for(checkpoint, spec or describe(checkpoint.config))
             self._load(spec, checkpoint, kind, peers)
@@ -62,7 +66,10 @@ class Loaded:
             thread_count=2,
             progress=lambda line: None,
             peers=peers,
+            adapter_limits=self._adapter_limits,
         )
+        self.adapters = kind.adapters(config) if self._adapter_limits.slot_count else None
+        config = replace(config, adapters=self.adapters)
         groups = layer_groups(config.share, DataType.FLOAT32)
         cache = KVCache(groups, self.block_count + 1, BLOCK_SIZE, device)
         unwritten = math.nan if kind.attention_backend is None else 0.0
@@ -74,7 +81,9 @@ class Loaded:
         self.executor = kind.load(config, loader, cache)
         loader.finish()
 
-    def run(self, tokens: list[int], start: int, wanted: list[int]) -> torch.Tensor:
+    def run(
+        self, tokens: list[int], start: int, wanted: list[int], adapter_slot: int = 0
+    ) -> torch.Tensor:
         """float32 [wanted, vocabulary] of one step of `tokens` from position `start` on."""
         count = len(tokens)
         positions = np.arange(start, start + count, dtype=np.int32)
@@ -87,6 +96,7 @@ class Loaded:
                     positions=positions,
                     slots=positions + np.int32(BLOCK_SIZE),
                     block_tables=np.arange(1, self.block_count + 1, dtype=np.int32)[None],
+                    adapter_slots=np.array([adapter_slot], np.int32) if adapter_slot else None,
                 ),
                 np.array(wanted, dtype=np.int32),
             ).clone()

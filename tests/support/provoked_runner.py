@@ -9,7 +9,15 @@ import numpy as np
 
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.plan import RowFault, SamplePlan, StepPlan, StepResult
-from worker_service.runner.interface import CompletedStep, PendingStep, Runner, Sleeper, Updatable
+from worker_service.runner.adapters import AdapterSlots
+from worker_service.runner.interface import (
+    Adaptable,
+    CompletedStep,
+    PendingStep,
+    Runner,
+    Sleeper,
+    Updatable,
+)
 
 Provoke = Callable[[StepPlan], Sequence[RowFault]]
 
@@ -29,6 +37,11 @@ class ProvokedRunner:
         self.wake = runner.wake
         self._provoke = provoke
         self._held: dict[int, RowFault] = {}
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        assert isinstance(self._runner, Adaptable)
+        return self._runner.adapters
 
     def capability(self) -> Capability:
         return self._runner.capability()

@@ -64,6 +64,7 @@ class _Row:
     computed: int
     known_by_worker: int
     output: OutputKind
+    adapter_slot: int = 0
     entered: bool = False
 
 
@@ -91,9 +92,12 @@ class RunnerRig:
         blocks: Sequence[int] = (),
         computed: int = 0,
         output: OutputKind = OutputKind.SAMPLE,
+        adapter_slot: int = 0,
     ) -> None:
         """The next step adds the row, with `blocks` whose first `computed` tokens are a hit."""
-        self.rows[row] = _Row(list(tokens), sampling, list(blocks), computed, len(tokens), output)
+        self.rows[row] = _Row(
+            list(tokens), sampling, list(blocks), computed, len(tokens), output, adapter_slot
+        )
 
     def remove(self, row: int) -> None:
         """The next step removes the row; its blocks are the next to be handed out again."""
@@ -118,6 +122,8 @@ class RunnerRig:
                         state.output,
                         column(state.blocks),
                         state.computed,
+                        state.adapter_slot,
+                        self.runner.adapters.digest(state.adapter_slot) or "",
                     )
                 )
             needed = -(-(state.computed + count) // size) - len(state.blocks)
@@ -182,10 +188,12 @@ def generate(
     sampling: Sequence[SamplingParameters] | None = None,
     chunk: int = 1 << 20,
     lag: int = 0,
+    slots: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """`count` tokens after each prompt, all rows together, prompts in chunks.
 
-    Row i enters `lag` · i steps late, so that prompts and decoding mix.
+    Row i enters `lag` · i steps late, so that prompts and decoding mix. `slots` are the rows'
+    adapters.
     """
     rig = RunnerRig(runner)
     outputs: dict[int, list[int]] = {}
@@ -193,7 +201,12 @@ def generate(
     while len(outputs) < len(prompts) or any(len(out) < count for out in outputs.values()):
         for row, prompt in enumerate(prompts):
             if row not in outputs and step >= lag * row:
-                rig.add(row, prompt, GREEDY if sampling is None else sampling[row])
+                rig.add(
+                    row,
+                    prompt,
+                    GREEDY if sampling is None else sampling[row],
+                    adapter_slot=0 if slots is None else slots[row],
+                )
                 outputs[row] = []
         counts = {
             row: min(chunk, rig.remaining(row)) for row, out in outputs.items() if len(out) < count

@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -110,6 +111,7 @@ async def serving(
     build: Callable[[], Runner] | None = None,
     load: bool = True,
     metrics: StepMetrics | None = None,
+    weights_root: Path | None = None,
     update_metrics: UpdateMetrics | None = None,
 ) -> AsyncIterator[Rig]:
     """A rig; taken down whole, whatever the test left open."""
@@ -120,7 +122,7 @@ async def serving(
         metrics=metrics,
         update_metrics=update_metrics,
     )
-    server = WorkerServer(facade)
+    server = WorkerServer(facade, weights_root=weights_root)
     address = await server.start("127.0.0.1", 0)
     try:
         if load:

@@ -58,7 +58,7 @@ def test_weights_that_are_quantized_already_are_refused(method: str) -> None:
 
 def test_what_has_no_setting_is_not_there_yet() -> None:
     names = {field.name for cls in (ControlConfig, WorkerConfig) for field in fields(cls)}
-    for word in ("tls", "ssl", "token_file", "api_key", "http_port", "adapter", "lora"):
+    for word in ("tls", "ssl", "token_file", "api_key", "http_port"):
         assert not [name for name in names if word in name], "README says: not yet"
 
 

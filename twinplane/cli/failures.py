@@ -21,6 +21,12 @@ _FLAGS = {
     "stop.max_tokens": "--max-tokens",
     "stop.strings": "--stop",
     "stop.ignore_end_of_sequence": "--ignore-eos",
+    "rollout.name": "--name",
+    "rollout.disk.path": "PATH",
+    "rollout.expected_digest": "--digest",
+    "rollout.canary": "--canary",
+    "rollout.canary.percent": "--canary",
+    "rollout.canary.observation": "--observe",
 }
 _SAMPLING = "sampling."
 _ANOTHER = f"--address or {ADDRESS_VARIABLE} names another"

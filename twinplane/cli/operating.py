@@ -14,7 +14,7 @@ from twinplane.client.channel import OPTIONS
 from twinplane.client.endpoint import Endpoint, checked_address
 from twinplane.common.v1.errors_pb2 import ERROR_REASON_METHOD_NOT_FOUND
 from twinplane.control.v1 import control_pb2_grpc
-from twinplane.errors import TwinplaneError
+from twinplane.errors import InvalidRequest, TwinplaneError
 from twinplane.grpc.status import read, reason_name
 from twinplane.settings.control import DEFAULT_ADMIN_ADDRESS
 
@@ -41,13 +41,15 @@ def add_admin_flag(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def operating(address: str) -> Iterator[Any]:
-    """A stub of ControlService. Raises OperatorError, in the `with` block too, for any call that
-    fails in it."""
+    """A stub of ControlService. Raises InvalidRequest or OperatorError, for a call that fails in
+    the `with` block."""
     address = checked_address(address)
     with grpc.insecure_channel(address, options=OPTIONS) as channel:
         try:
             yield control_pb2_grpc.ControlServiceStub(channel)
         except grpc.RpcError as error:
+            if violations := read(error).violations:
+                raise InvalidRequest(read(error).message, violations=violations) from error
             raise OperatorError(_words(address, error)) from error
 
 

@@ -100,9 +100,7 @@ def _up(
     )
     control = planes.resolve_control(control_flags, environ, worker)
     control_flags.model = control.model
-    if worker.weights_root is not None and control.admin_port is None:
-        # Weights can be exchanged: then somebody has to be able to ask for it.
-        control_flags.admin_port = str(USUAL_ADMIN_PORT)
+    open_admin_port(control_flags, control, worker)
     if not worker.simulate and (missing := missing_modules(Extra.WORKER)):
         raise SettingsError(
             f"a worker with a model needs {' and '.join(missing)}: {how_to_get(Extra.WORKER)}; "
@@ -137,6 +135,14 @@ def _up(
     )
     ready = f"ready: {name} on {address}; try: {_example(address)}"
     return asyncio.run(Supervisor(children, Health(address), ready, terminal).run())
+
+
+def open_admin_port(
+    flags: argparse.Namespace, control: ControlConfig, worker: WorkerConfig
+) -> None:
+    """Where weights can be exchanged, somebody has to be able to ask for it."""
+    if worker.weights_root is not None and control.admin_port is None:
+        flags.admin_port = str(USUAL_ADMIN_PORT)
 
 
 def _addresses(replicas: Sequence[Sequence[UpWorker]]) -> str:

@@ -82,6 +82,11 @@ def _add_update_flags(parser: argparse.ArgumentParser) -> None:
         "--partial", action="store_true", help="they are some tensors; the others stay"
     )
     parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="send the safetensors files at PATH of this machine through the control plane",
+    )
+    parser.add_argument(
         "--digest", default="", metavar="HEX", help="refuse weights that have another digest"
     )
     parser.add_argument(
@@ -137,12 +142,16 @@ def _requests(pb: Any, namespace: argparse.Namespace) -> Iterator[Any]:
         else f"WEIGHTS_PLACEMENT_{_constant(namespace.placement)}",
         expected_digest=namespace.digest,
     )
-    rollout.disk.path = str(path.absolute()) if path.exists() else namespace.path
     if namespace.canary is not None:
         rollout.canary.percent = max(0, namespace.canary)
         if namespace.observe is not None:
             rollout.canary.observation.FromNanoseconds(round(namespace.observe * 1e9))
-    yield pb.UpdateWeightsRequest(rollout=rollout)
+    if namespace.stream:
+        from twinplane.cli.weights_stream import messages, tensors_at
+
+        return messages(pb, rollout, tensors_at(path))
+    rollout.disk.path = str(path.absolute()) if path.exists() else namespace.path
+    return iter([pb.UpdateWeightsRequest(rollout=rollout)])
 
 
 def _constant(word: str) -> str:

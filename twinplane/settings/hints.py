@@ -76,8 +76,6 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "root_path": _PROXY,
         "enable_lora": _NOT_YET,
         "lora_modules": _NOT_YET,
-        "max_loras": _NOT_YET,
-        "max_lora_rank": _NOT_YET,
         "enable_auto_tool_choice": _NOT_YET,
         "tool_call_parser": _NOT_YET,
         "reasoning_parser": _NOT_YET,

@@ -32,6 +32,8 @@ _LENGTH = NumberRange(2, COUNT.maximum)  # a token of the prompt, and one of the
 _SIMULATED_BLOCKS = NumberRange(2, 2**24)
 _SIZE = NumberRange(1, 1024)
 _RANK = NumberRange(0, 2**20)
+_SLOTS = NumberRange(0, 4096)
+_ADAPTER_RANK = NumberRange(1, 1024)
 _LATENCY = NumberRange(0, 10**9)
 
 
@@ -71,8 +73,8 @@ class WorkerConfig:
     )
     weights_root: str | None = option(
         None,
-        "folder below which updates may read weights while this worker serves (default: none, no "
-        "update reads from disk)",
+        "folder below which updates may read weights, and adapters be, while this worker serves "
+        "(default: none, nothing is read from disk then)",
         group=_MODEL,
         path=True,
     )
@@ -104,6 +106,16 @@ class WorkerConfig:
         "maximum length of a sequence, in tokens (default: the model's, or what the pool holds)",
         group=_LIMITS,
         range=_LENGTH,
+    )
+
+    max_loras: int = option(
+        0,
+        "LoRA adapters that the worker holds at once; their memory is kept free from the start",
+        group=_LIMITS,
+        range=_SLOTS,
+    )
+    max_lora_rank: int = option(
+        16, "maximum rank of a LoRA adapter", group=_LIMITS, range=_ADAPTER_RANK
     )
 
     device: str = option(

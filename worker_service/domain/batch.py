@@ -15,7 +15,8 @@ class StepBatch:
     `context_lengths` [R], tokens attended to, the scheduled ones included; `block_tables`
     [R, blocks of the longest context], padded with the null block; `positions`, `slots`,
     `token_ids` [T]. A token's KV goes to its slot, block · block_size + offset; the compiled
-    kernels write none below 0.
+    kernels write none below 0. `adapter_slots` [R], the slot of each sequence's adapter, 0 for
+    none; None where no sequence has one.
     """
 
     query_starts: IntColumn
@@ -24,6 +25,7 @@ class StepBatch:
     positions: IntColumn
     slots: IntColumn
     token_ids: IntColumn
+    adapter_slots: IntColumn | None = None
 
     @property
     def query_lengths(self) -> IntColumn:

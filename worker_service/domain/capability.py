@@ -131,6 +131,7 @@ class Capability:
     random_seed: int
     ranks: RankCoordinates = RankCoordinates()
     adapter_slot_count: int = 0
+    max_adapter_rank: int = 0
     arithmetic: str = ""
     rendezvous_address: str = ""
 
@@ -161,6 +162,7 @@ class MemoryPool:
     kv_bytes: int
     workspace_bytes: int
     free_bytes: int
+    adapters_bytes: int = 0
     prepared_bytes: int = 0
     kept_tensors_bytes: int = 0
 

@@ -9,6 +9,7 @@ WorkerError
 │   ├── StaleEpoch        ContractMismatch      WeightVersionMismatch
 │   ├── StepGap           StepResultGone        StepConflict
 │   ├── RowNotHeld        a row whose logits do not wait for Sample
+│   ├── AdapterInUse      rows use the slot
 │   ├── UpdateConflict    other weights are being prepared, or wait, than the message means
 │   ├── Asleep            weights or KV are not there until Wake
 │   └── PlanMismatch      the planes have drifted apart: resync
@@ -46,6 +47,7 @@ class Reason(StrEnum):
     UPDATE_CONFLICT = "UPDATE_CONFLICT"
     SOURCE_LOST = "SOURCE_LOST"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
+    ADAPTER_IN_USE = "ADAPTER_IN_USE"
     ASLEEP = "ASLEEP"
 
 
@@ -77,7 +79,7 @@ class PlanInvalid(WorkerError):
 
 
 class UpdateInvalid(WorkerError):
-    """Weights, or their description, don't fit the model or each other. Nothing has changed."""
+    """Weights, or an adapter, that don't fit the model or each other. Nothing has changed."""
 
     reason = Reason.INVALID_UPDATE
 
@@ -149,6 +151,12 @@ class PlanMismatch(Precondition):
     """Rows, positions or tokens differ from what the worker holds."""
 
     reason = Reason.PLAN_MISMATCH
+
+
+class AdapterInUse(Precondition):
+    """Rows of the persistent batch use the adapter's slot."""
+
+    reason = Reason.ADAPTER_IN_USE
 
 
 class UpdateConflict(Precondition):

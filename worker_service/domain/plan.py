@@ -39,7 +39,8 @@ class WeightVersion:
 @dataclass(frozen=True, slots=True, eq=False)
 class AddedSequence:
     """A sequence that enters the batch whole. `token_ids` int32 [n], of which the first
-    `prompt_token_count` are the prompt; `block_ids` int32 [m]."""
+    `prompt_token_count` are the prompt; `block_ids` int32 [m]. `adapter_slot` 0: the model alone,
+    and `adapter_digest` is empty."""
 
     row: int
     token_ids: IntColumn
@@ -48,6 +49,8 @@ class AddedSequence:
     output: OutputKind
     block_ids: IntColumn
     computed_token_count: int
+    adapter_slot: int = 0
+    adapter_digest: str = ""
 
 
 def _empty() -> IntColumn:

@@ -8,6 +8,7 @@ import torch
 
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
+from worker_service.kernels.cpu.adapters import CompiledAdapters
 from worker_service.kernels.cpu.decoder import Decoder, DecoderLayer, DecoderShape, Projection
 from worker_service.kernels.cpu.ops import (
     CpuKernels,
@@ -39,12 +40,14 @@ class CompiledDecoder:
         max_rows: int,
         group_size: int | None,
         progress: Callable[[str], None],
+        adapters: CompiledAdapters | None = None,
     ) -> None:
         """`spec` has no other than SUPPORTED_TRAITS. `caches`, one per layer. `max_length` bounds
         positions, `max_tokens` a step's tokens, `max_rows` the logits that memory is kept for.
         `group_size`: columns that share a scale when weights are packed to int8; None keeps
-        float32."""
+        float32. `adapters` add to the layers' projections."""
         self._kernels = kernels
+        self._adapters = adapters
         self._loader = loader
         self._group_size = group_size
         self._byte_count = 0
@@ -97,7 +100,10 @@ class CompiledDecoder:
         count = int(logit_indices.size)
         kept, vocabulary = self._logits.shape
         logits = self._logits[:count] if count <= kept else torch.empty(count, vocabulary)
-        return self._decoder.forward(hidden, batch, logit_indices, logits)
+        if self._adapters is None or (step := self._adapters.runs_of(batch)) is None:
+            return self._decoder.forward(hidden, batch, logit_indices, logits)
+        view = self._adapters.describe(step)
+        return self._decoder.forward(hidden, batch, logit_indices, logits, view)
 
     def _layer(self, spec: DecoderSpec, index: int, cache: PagedCache) -> DecoderLayer:
         attention, block = spec.layers[index].attention, spec.layers[index].feed_forward

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from worker_service.attention.interface import StepAttention
+from worker_service.layers.adapters import AdaptedLinear, TorchAdapters
 from worker_service.layers.linear import DenseLinear, Linear, make_linear
 from worker_service.layers.mlp import GatedMlp
 from worker_service.layers.norm import RmsNorm
 from worker_service.layers.rope import RopeTable, build_table, rotate
 from worker_service.layers.split import Embedding, GatheredLinear, SummedLinear
+from worker_service.model.adapters import adapted_parts
 from worker_service.model.loader import WeightLoader
 from worker_service.model.share import DecoderShare
 from worker_service.model.spec import (
@@ -47,9 +50,10 @@ class TorchDecoder:
         device: torch.device,
         progress: Callable[[str], None],
         peers: Peers | None = None,
+        adapters: TorchAdapters | None = None,
     ) -> None:
         """The decoder has no other than SUPPORTED_TRAITS; `max_length` bounds positions. `peers`
-        are there where `share` is not the whole."""
+        are there where `share` is not the whole. `adapters` add to the layers' projections."""
         self._peers = peers
         tensor_rank, tensor_size = share.coordinates.tensor
         self._tensor_peers = tensor_peers = peers if tensor_size > 1 else None
@@ -63,7 +67,7 @@ class TorchDecoder:
             self._embedding = Embedding(weight, share.vocabulary[tensor_rank], tensor_peers)
         layers = []
         for index, layer in enumerate(share.layers):
-            layers.append(_Layer(index, layer, loader, tensor_peers))
+            layers.append(_Layer(index, layer, _Builder(loader, tensor_peers, adapters)))
             progress(f"layer {index + 1} of {len(share.layers)}")
         self._layers = tuple(layers)
         self._norm = None if share.final_norm is None else _norm(share.final_norm, loader)
@@ -135,16 +139,13 @@ class TorchDecoder:
 class _Layer:
     """One decoder layer."""
 
-    def __init__(
-        self, index: int, spec: LayerSpec, loader: WeightLoader, peers: Peers | None
-    ) -> None:
-        """`peers` share the layer's heads and width with this rank."""
-        block = spec.feed_forward
+    def __init__(self, index: int, spec: LayerSpec, builder: _Builder) -> None:
+        block, loader = spec.feed_forward, builder.loader
         assert spec.attention.pre_norm is not None and block.pre_norm is not None
         self._input_norm = _norm(spec.attention.pre_norm, loader)
-        self._attention = _Attention(index, spec.attention, loader, peers)
+        self._attention = _Attention(index, spec.attention, builder)
         self._mlp_norm = _norm(block.pre_norm, loader)
-        self._mlp = GatedMlp(_linear(block.up, loader), _summed(block.down, loader, peers))
+        self._mlp = GatedMlp(builder.linear(block.up), builder.summed(block.down))
 
     @property
     def byte_count(self) -> int:
@@ -163,19 +164,17 @@ class _Layer:
 class _Attention:
     """The projections around a layer's attention, the heads' norms and the rotation."""
 
-    def __init__(
-        self, index: int, spec: AttentionSpec, loader: WeightLoader, peers: Peers | None
-    ) -> None:
+    def __init__(self, index: int, spec: AttentionSpec, builder: _Builder) -> None:
         self._index = index
         self._head_count = spec.heads.head_count
         self._kv_head_count = spec.heads.kv_head_count
         self._head_dim = spec.heads.head_dim
-        self._qkv = _linear(spec.qkv, loader)
-        self._output = _summed(spec.output, loader, peers)
+        self._qkv = builder.linear(spec.qkv)
+        self._output = builder.summed(spec.output)
         self._head_norms: tuple[RmsNorm, RmsNorm] | None = None
         if spec.head_norms is not None:
             query, key = spec.head_norms.query, spec.head_norms.key
-            self._head_norms = (_norm(query, loader), _norm(key, loader))
+            self._head_norms = (_norm(query, builder.loader), _norm(key, builder.loader))
 
     @property
     def byte_count(self) -> int:
@@ -207,10 +206,24 @@ def _linear(spec: ProjectionSpec, loader: WeightLoader) -> Linear:
     return make_linear(weight, bias, shared=False)
 
 
-def _summed(spec: ProjectionSpec, loader: WeightLoader, peers: Peers | None) -> Linear:
-    """A projection whose inputs are split over the ranks."""
-    own = _linear(spec, loader)
-    return own if peers is None else SummedLinear(own, peers)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Builder:
+    """Makes a layer's projections. `peers` share its heads and width with this rank."""
+
+    loader: WeightLoader
+    peers: Peers | None
+    adapters: TorchAdapters | None
+
+    def linear(self, spec: ProjectionSpec) -> Linear:
+        own = _linear(spec, self.loader)
+        if self.adapters is None:
+            return own
+        return AdaptedLinear(own, adapted_parts(spec), self.adapters)
+
+    def summed(self, spec: ProjectionSpec) -> Linear:
+        """A projection whose inputs are split over the ranks. An adapter adds to each term."""
+        own = self.linear(spec)
+        return own if self.peers is None else SummedLinear(own, self.peers)
 
 
 def _is_dense(head: Linear) -> bool:

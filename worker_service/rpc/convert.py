@@ -1,8 +1,7 @@
 """Converts messages of the worker's contract to domain values, and back.
 
-Each column becomes an int32 numpy array in one conversion; an omitted column is filled in. A
-message that no state would allow is refused here, as far as the message alone shows it, with
-PlanInvalid, which names the field. RequestState checks the ranges that depend on the worker.
+Each column becomes an int32 numpy array in one conversion; an omitted column is filled in. What the
+message alone shows to be wrong is refused here, with PlanInvalid, which names the field.
 """
 
 from __future__ import annotations
@@ -165,6 +164,7 @@ def info_to_pb(info: WorkerInfo) -> info_pb2.WorkerInfo:
             max_inflight_step_count=limits.max_inflight_step_count,
         ),
         adapter_slot_count=capability.adapter_slot_count,
+        max_adapter_rank=capability.max_adapter_rank,
         random_seed=capability.random_seed,
         features=sorted(_feature_to_pb(feature) for feature in capability.features),
         attention_backend=capability.attention_backend,
@@ -201,6 +201,7 @@ def pool_to_pb(pool: MemoryPool) -> info_pb2.MemoryPool:
             kv_bytes=pool.kv_bytes,
             workspace_bytes=pool.workspace_bytes,
             free_bytes=pool.free_bytes,
+            adapters_bytes=pool.adapters_bytes,
             prepared_bytes=pool.prepared_bytes,
             kept_tensors_bytes=pool.kept_tensors_bytes,
         ),
@@ -238,6 +239,8 @@ def _checked_added(path: str, sequence: step_pb2.AddedSequence) -> AddedSequence
         output=_output_kind_from_pb(f"{path}.output", sequence.output),
         block_ids=_column(f"{path}.block_ids", sequence.block_ids),
         computed_token_count=_int32(f"{path}.computed_token_count", sequence.computed_token_count),
+        adapter_slot=_int32(f"{path}.adapter_slot", sequence.adapter_slot),
+        adapter_digest=sequence.adapter_digest,
     )
 
 

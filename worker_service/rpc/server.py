@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 from twinplane.bounds import WORKER_MESSAGE_BYTES
 from twinplane.grpc.interceptors import CallEnd, StatusInterceptor
@@ -31,13 +32,17 @@ class WorkerServer(GrpcServer):
     """ModelRunnerService over one facade. Health follows the facade's lifecycle, which must have
     ended before `stop`.
 
-    `new_error_id` names unexpected errors, see StatusInterceptor.
+    `new_error_id` names unexpected errors, see StatusInterceptor. Below `weights_root` a controller
+    may name files.
     """
 
     def __init__(
-        self, facade: WorkerFacade, new_error_id: Callable[[], str] = lambda: secrets.token_hex(8)
+        self,
+        facade: WorkerFacade,
+        new_error_id: Callable[[], str] = lambda: secrets.token_hex(8),
+        weights_root: Path | None = None,
     ) -> None:
-        self._servicer = ModelRunnerServicer(facade)
+        self._servicer = ModelRunnerServicer(facade, weights_root)
         add_to_server = model_runner_pb2_grpc.add_ModelRunnerServiceServicer_to_server
         super().__init__(
             [Service(SERVICE_NAME, add_to_server, self._servicer)],

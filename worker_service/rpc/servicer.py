@@ -6,17 +6,20 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, assert_never
 
 import grpc
 
 from twinplane.process.logs import fields
 from twinplane.worker.v1 import model_runner_pb2, model_runner_pb2_grpc
+from worker_service.adapter_loading import AdapterLoading
 from worker_service.domain.errors import PlanInvalid, StaleEpoch, WorkerDraining, WorkerError
 from worker_service.domain.plan import StepResult
 from worker_service.facade import Pipeline, WorkerFacade, named
 from worker_service.lifecycle import LifecycleState
 from worker_service.rpc import convert
+from worker_service.rpc.adapters_servicer import AdapterMethods
 from worker_service.rpc.rendezvous import rendezvous_from_pb
 from worker_service.rpc.weights_servicer import WeightsMethods
 
@@ -49,11 +52,15 @@ class _Stream:
     fenced: str = ""
 
 
-class ModelRunnerServicer(WeightsMethods, model_runner_pb2_grpc.ModelRunnerServiceServicer):
+class ModelRunnerServicer(
+    WeightsMethods, AdapterMethods, model_runner_pb2_grpc.ModelRunnerServiceServicer
+):
     """The worker's RPCs. Refusals are raised unchanged: it needs StatusInterceptor in front."""
 
-    def __init__(self, facade: WorkerFacade) -> None:
+    def __init__(self, facade: WorkerFacade, weights_root: Path | None = None) -> None:
+        """`weights_root`: the folder below which a controller may name files."""
         self._facade = facade
+        self._adapters = AdapterLoading(facade, weights_root)
         self._streams: dict[_Stream, asyncio.Task[None]] = {}
         """Each open Execute stream, and what reads it."""
         self._read_count = 0

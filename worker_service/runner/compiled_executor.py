@@ -12,6 +12,7 @@ from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Feature
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
+from worker_service.kernels.cpu.adapters import CompiledAdapters
 from worker_service.kernels.cpu.compiler import KernelsUnavailable, default_cache, ensure_library
 from worker_service.kernels.cpu.library import Context
 from worker_service.kernels.cpu.ops import (
@@ -20,12 +21,19 @@ from worker_service.kernels.cpu.ops import (
     instruction_set_for,
 )
 from worker_service.load_errors import ExecutorUnavailable
+from worker_service.model.adapters import added_size, layer_parts
 from worker_service.model.compiled_decoder import SUPPORTED_TRAITS, CompiledDecoder
 from worker_service.model.loader import WeightLoader
 from worker_service.model.memory import parameter_count, projections, step_size, table_size
 from worker_service.model.spec import ProjectionSpec
 from worker_service.model.traits import refusal
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
+from worker_service.runner.executor import (
+    AdapterMemory,
+    Executor,
+    ExecutorConfig,
+    ExecutorMemory,
+    ExecutorType,
+)
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -104,6 +112,8 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
         raise ExecutorUnavailable(
             f"the compiled kernels cannot run: {unavailable}; fewer --threads may do"
         ) from unavailable
+    adapters = config.adapters
+    assert adapters is None or isinstance(adapters, CompiledAdapters)
     model = CompiledDecoder(
         kernels,
         config.spec,
@@ -114,6 +124,7 @@ def _load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Execu
         max_rows=config.limits.max_sequence_count,
         group_size=_INT8_GROUP if config.quantization is Quantization.INT8 else None,
         progress=config.progress,
+        adapters=adapters,
     )
     context = kernels.context
     return CompiledExecutor(model, f"kernels {context.build} {context.instruction_set.name}")
@@ -132,7 +143,19 @@ def _memory(config: ExecutorConfig) -> ExecutorMemory:
         widest = max(each.input_count for each in projections(spec))
         scales = -(-widest // _INT8_GROUP)
         workspace_bytes += limits.max_step_token_count * (2 * widest + 4 * scales)
+    if config.adapter_limits.slot_count:
+        numbers = added_size(spec, config.adapter_limits.max_rank)
+        workspace_bytes += limits.max_step_token_count * numbers * torch.float32.itemsize
     return ExecutorMemory(weights_bytes, workspace_bytes)
+
+
+def _adapters(config: ExecutorConfig) -> AdapterMemory:
+    kernels = _open(config, threads=1)
+    try:
+        width = kernels.context.head_dim_multiple
+    finally:
+        kernels.close()
+    return CompiledAdapters(layer_parts(config.spec), config.adapter_limits, width)
 
 
 def _weights_bytes(kernels: CpuKernels, config: ExecutorConfig) -> int:
@@ -170,5 +193,6 @@ COMPILED = ExecutorType(
     _probe,
     _load,
     _memory,
+    _adapters,
     has_own_threads=True,
 )

@@ -26,6 +26,7 @@ def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]
     blocks = state.block_tables[token_rows, positions // block_size]
     context_lengths = starts + counts
     used_blocks = -(-int(context_lengths.max()) // block_size)
+    slots = state.adapter_slots[rows]
     batch = StepBatch(
         query_starts=query_starts,
         context_lengths=context_lengths,
@@ -33,6 +34,7 @@ def prepare(plan: StepPlan, state: RequestState) -> tuple[StepBatch, LogitBatch]
         positions=positions,
         slots=blocks * block_size + positions % block_size,
         token_ids=state.token_ids[token_rows, positions],
+        adapter_slots=slots if slots.any() else None,
     )
     return batch, _positions_of_interest(plan, state, batch)
 

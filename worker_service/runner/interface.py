@@ -19,6 +19,7 @@ from worker_service.domain.weights import (
     TensorDescription,
     WeightsUpdate,
 )
+from worker_service.runner.adapters import AdapterSlots
 
 
 class PendingStep(Protocol):
@@ -66,6 +67,16 @@ class Ranked(Protocol):
         A step or a `join` of such an epoch that waits for other ranks raises GroupLost soon, so
         that the device thread is free for the next claim. The other ranks' steps end, too.
         """
+        ...
+
+
+@runtime_checkable
+class Adaptable(Protocol):
+    """A runner with adapter slots, of which it may have none."""
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The slots. Always the same object."""
         ...
 
 

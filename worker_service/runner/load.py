@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,14 @@ from worker_service.domain.capability import (
 from worker_service.domain.plan import WeightVersion
 from worker_service.load_errors import LoadError, MemoryBudgetTooSmall
 from worker_service.model.accounting import account_for
+from worker_service.model.adapters import adaptable_modules, adapter_numbers
 from worker_service.model.memory import parameter_count
 from worker_service.model.registry import describe
 from worker_service.model.share import all_shares
 from worker_service.model.spec import DecoderSpec
 from worker_service.parallel.peers import Peers
+from worker_service.runner.adapter_tensors import TensorSlots
+from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.arithmetic import arithmetic_name
 from worker_service.runner.device import (
     default_kv_cache_bytes,
@@ -98,6 +101,7 @@ class LoadedModel:
     cache: KVCache
     device: torch.device
     memory: MemoryPlan
+    adapters: AdapterSlots
     peers: Peers | None = None
 
 
@@ -109,7 +113,12 @@ def load_runner(options: RunnerOptions) -> ModelRunner:
     loaded = load_model(options)
     with loaded.memory.explained():
         runner = ModelRunner(
-            loaded.capability, loaded.weights, loaded.cache, loaded.device, loaded.peers
+            loaded.capability,
+            loaded.weights,
+            loaded.cache,
+            loaded.device,
+            loaded.peers,
+            loaded.adapters,
         )
         options.progress("warming up")
         runner.warm_up()
@@ -159,13 +168,21 @@ def load_model(options: RunnerOptions) -> LoadedModel:
             ranks=options.ranks,
             arithmetic=arithmetic_name(device, chosen, executor, options.ranks),
             rendezvous_address=address,
+            adapter_slot_count=config.adapter_limits.slot_count,
+            max_adapter_rank=config.adapter_limits.max_rank,
         ),
         weights=WeightStore(recipe, record, executor),
         cache=cache,
         device=device,
         memory=plan.memory,
+        adapters=_adapter_slots(config),
         peers=config.peers,
     )
+
+
+def _adapter_slots(config: ExecutorConfig) -> AdapterSlots:
+    memory = None if config.adapters is None else TensorSlots(config.adapters)
+    return AdapterSlots(config.adapter_limits, adaptable_modules(config.spec), memory)
 
 
 def _record(checkpoint: Checkpoint, spec: DecoderSpec) -> WeightsRecord:
@@ -213,7 +230,9 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
     groups = {each: layer_groups(share, kv_data_type) for each, share in shares.items()}
     budget = options.kv_cache_bytes
     if budget is None:
-        weights_bytes = parameter_count(shares[options.ranks]) * torch_type.itemsize
+        own_share = shares[options.ranks]
+        numbers = parameter_count(own_share) + adapter_numbers(own_share, options.adapter_limits)
+        weights_bytes = numbers * torch_type.itemsize
         budget = default_kv_cache_bytes(device, data_type, weights_bytes, options.sharers)
     # Every rank of a replica has the same blocks, so those with more heads or layers decide.
     widest = max(groups.values(), key=lambda each: bytes_per_block(each, options.block_size))
@@ -229,8 +248,11 @@ def plan_load(options: RunnerOptions, spec: DecoderSpec, device: torch.device) -
         thread_count=options.thread_count,
         progress=options.progress,
         peers=Peers(options.ranks, device) if options.ranks.size > 1 else None,
+        adapter_limits=options.adapter_limits,
     )
     chosen = select_executor(config, options.executor, options.attention_backend)
+    if options.adapter_limits.slot_count:
+        config = replace(config, adapters=chosen.adapters(config))
     own = groups[options.ranks]
     kv_bytes = block_count * bytes_per_block(own, options.block_size)
     memory = plan_memory(config, chosen.memory(config), kv_bytes)
@@ -250,6 +272,7 @@ def plan_memory(config: ExecutorConfig, taken: ExecutorMemory, kv_bytes: int) ->
         rows_bytes=bytes_of_rows(config.limits, config.block_size),
         number_format=format_name if quantization is Quantization.NONE else quantization.value,
         smaller_formats=smaller_formats(config.device, config.data_type, quantization),
+        adapters_bytes=0 if config.adapters is None else config.adapters.byte_count,
     )
 
 
@@ -268,6 +291,7 @@ def _log_memory(plan: LoadPlan) -> None:
             kv_bytes=memory.kv_bytes,
             workspace_bytes=memory.workspace_bytes,
             rows_bytes=memory.rows_bytes,
+            adapters_bytes=memory.adapters_bytes,
             free_bytes=memory.device.free_bytes,
             total_bytes=memory.device.total_bytes,
         ),

@@ -12,7 +12,7 @@ from worker_service.host_memory import host_memory
 from worker_service.load_errors import DeviceFailed, KVPoolTooLarge, LoadError, OutOfMemory
 
 # A row's entries that do not grow with its length: see RequestState and SamplingState.
-_ROW_BYTES = 66
+_ROW_BYTES = 70
 _INFLIGHT_STEP_BYTES = 12
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
 
@@ -31,9 +31,9 @@ class Memory:
 class MemoryPlan:
     """Bytes by what they are for. The device is the host where it is a CPU.
 
-    Weights, KV and workspace (the buffers of the largest step) are on the device, rows (the tokens
-    and block tables of sequences) on the host. `number_format` is the weights'; `smaller_formats`
-    are flags that make them smaller.
+    Weights, KV, workspace (the buffers of the largest step) and adapters are on the device, rows
+    (the tokens and block tables of sequences) on the host. `number_format` is the weights';
+    `smaller_formats` are flags that make them smaller.
     """
 
     device: Memory
@@ -44,6 +44,7 @@ class MemoryPlan:
     rows_bytes: int
     number_format: str
     smaller_formats: Sequence[str] = ()
+    adapters_bytes: int = 0
 
     @property
     def is_on_host(self) -> bool:
@@ -53,7 +54,8 @@ class MemoryPlan:
     def device_bytes(self) -> int:
         """All that it takes of the device."""
         rows = self.rows_bytes if self.is_on_host else 0
-        return self.weights_bytes + self.kv_bytes + self.workspace_bytes + rows
+        models = self.weights_bytes + self.adapters_bytes
+        return models + self.kv_bytes + self.workspace_bytes + rows
 
     @property
     def missing_bytes(self) -> int:
@@ -67,6 +69,7 @@ class MemoryPlan:
             ("KV", self.kv_bytes),
             ("workspace", self.workspace_bytes),
             ("rows", self.rows_bytes),
+            *((("adapters", self.adapters_bytes),) if self.adapters_bytes else ()),
         )
         sizes = " + ".join(f"{name} {in_units(size)}" for name, size in parts)
         return f"{sizes}, with {in_units(self.device.free_bytes)} free on {self.device.name}"
@@ -85,9 +88,14 @@ class MemoryPlan:
         pool, steps = "--kv-cache-memory-bytes", "--max-num-batched-tokens or --max-num-seqs"
         require("the KV pool takes", self.kv_bytes, self.device, _less_by(pool), KVPoolTooLarge)
         require("the buffers of a step take", self.workspace_bytes, self.device, _less_by(steps))
+        slots = "--max-loras or --max-lora-rank"
+        require("the adapters' slots take", self.adapters_bytes, self.device, _less_by(slots))
         if not self.is_on_host and self.missing_bytes:
+            adapters = (
+                f", adapters ({in_units(self.adapters_bytes)})" if self.adapters_bytes else ""
+            )
             raise OutOfMemory(
-                f"weights ({in_units(self.weights_bytes)}), the KV pool "
+                f"weights ({in_units(self.weights_bytes)}){adapters}, the KV pool "
                 f"({in_units(self.kv_bytes)}) and the buffers of a step "
                 f"({in_units(self.workspace_bytes)}) take {in_units(self.missing_bytes)} more than "
                 f"the {in_units(self.device.free_bytes)} that are free on {self.device.name}: "

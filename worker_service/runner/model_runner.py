@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import Capability, MemoryPool
 from worker_service.domain.columns import IntColumn
@@ -26,6 +27,7 @@ from worker_service.domain.plan import (
 from worker_service.domain.rendezvous import Rendezvous
 from worker_service.domain.sampling import SamplingColumns, SamplingParameters
 from worker_service.parallel.peers import Peers
+from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.device import memory_of
 from worker_service.runner.held_logits import HeldLogits
 from worker_service.runner.input_batch import prepare
@@ -56,15 +58,21 @@ class ModelRunner(ChangesWeights):
         cache: KVCache,
         device: torch.device,
         peers: Peers | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`peers` are the other ranks of the replica, if there are any."""
+        """`peers` are the other ranks of the replica, if there are any; `adapters` its slots."""
+        self.adapters = AdapterSlots(AdapterLimits()) if adapters is None else adapters
         self._capability = capability
         self._weights = weights
         self._cache = cache
         self._vocabulary_size = capability.model.vocabulary_size
         self._device = device
         self._state = RequestState(
-            capability.limits, cache.block_count, cache.block_size, self._vocabulary_size
+            capability.limits,
+            cache.block_count,
+            cache.block_size,
+            self._vocabulary_size,
+            self.adapters,
         )
         self._sampling = SamplingState(capability.limits.max_sequence_count)
         self._held = HeldLogits()
@@ -86,6 +94,7 @@ class ModelRunner(ChangesWeights):
             kv_bytes=self._cache.held_bytes,
             workspace_bytes=workspace_bytes,
             free_bytes=memory_of(self._device).free_bytes,
+            adapters_bytes=self.adapters.byte_count,
             prepared_bytes=self._weights.prepared_bytes,
             kept_tensors_bytes=self._weights.kept_bytes,
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.capability import DataType, RankCoordinates
 
 
@@ -31,7 +32,8 @@ class RunnerOptions:
     in its replica; the first of several ranks lets the others meet at
     `rendezvous_host`:`rendezvous_port`, 0 for any free port. `rendezvous_name` is the host that it
     tells: empty leaves that to who asks, None is the host. `sharers`: workers on this machine.
-    Below `weights_root` updates may read weights; None: nowhere.
+    Below `weights_root` updates may read weights; None: nowhere. `adapter_limits`: the slots that
+    memory is kept for.
     """
 
     model_folder: Path
@@ -55,4 +57,5 @@ class RunnerOptions:
     rendezvous_port: int = 0
     rendezvous_name: str | None = None
     sharers: int = 1
+    adapter_limits: AdapterLimits = field(default_factory=AdapterLimits)
     weights_root: Path | None = None

@@ -42,6 +42,7 @@ class PlanBounds:
     block_count: int
     block_size: int
     vocabulary_size: int
+    adapter_slot_count: int = 0
 
     @property
     def max_blocks(self) -> int:
@@ -83,6 +84,11 @@ class PlanBounds:
             )
         if sequence.computed_token_count > sequence.block_ids.size * self.block_size:
             raise PlanInvalid(f"{path}.computed_token_count", "exceeds the blocks given", rows)
+        slots = self.adapter_slot_count
+        if not 0 <= sequence.adapter_slot <= slots:
+            raise PlanInvalid(f"{path}.adapter_slot", f"this worker has {slots} slots", rows)
+        if not sequence.adapter_slot and sequence.adapter_digest:
+            raise PlanInvalid(f"{path}.adapter_digest", "must be empty without a slot", rows)
 
     def _check_scheduled(self, plan: StepPlan) -> None:
         scheduled, counts = plan.scheduled, plan.scheduled.token_counts

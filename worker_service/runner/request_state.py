@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.capability import Limits
 from worker_service.domain.columns import NULL_BLOCK, IntColumn
 from worker_service.domain.errors import PlanInvalid, PlanMismatch, RowNotHeld
 from worker_service.domain.plan import AddedSequence, OutputKind, ScheduledRows, StepPlan
+from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.drafts import AcceptedDrafts
 from worker_service.runner.logit_batch import BoolColumn, LogitKind
 from worker_service.runner.plan_checks import PlanBounds
@@ -32,17 +34,25 @@ class RequestState:
     `sampled_steps` int64, the last sampled token and its step (0: none); `prompt_counts` int32,
     leading tokens that are the prompt; `end_kinds` int8, the LogitKind of the logits at the
     end of the tokens (0: only the KV is wanted); `held_steps` int64, the step whose logits wait for
-    Sample (0: none); `block_counts` int32. `token_ids` int32 [rows, max_sequence_token_count];
-    `block_tables` int32 [rows, max_blocks], padded with the null block. SamplingState knows how a
-    row is sampled.
+    Sample (0: none); `block_counts` int32; `adapter_slots` int32 (0: none).
+    `token_ids` int32 [rows, max_sequence_token_count]; `block_tables` int32 [rows, max_blocks],
+    padded with the null block. SamplingState knows how a row is sampled.
     """
 
     def __init__(
-        self, limits: Limits, block_count: int, block_size: int, vocabulary_size: int
+        self,
+        limits: Limits,
+        block_count: int,
+        block_size: int,
+        vocabulary_size: int,
+        adapters: AdapterSlots | None = None,
     ) -> None:
         rows = limits.max_sequence_count
         length = limits.max_sequence_token_count
-        self.bounds = PlanBounds(limits, block_count, block_size, vocabulary_size)
+        self._adapters = AdapterSlots(AdapterLimits()) if adapters is None else adapters
+        self.bounds = PlanBounds(
+            limits, block_count, block_size, vocabulary_size, self._adapters.limits.slot_count
+        )
         self.block_size = block_size
         self.token_ids = np.zeros((rows, length), dtype=np.int32)
         self.block_tables = np.full((rows, self.bounds.max_blocks), NULL_BLOCK, dtype=np.int32)
@@ -55,6 +65,8 @@ class RequestState:
         self.prompt_counts = np.zeros(rows, dtype=np.int32)
         self.end_kinds = np.zeros(rows, dtype=np.int8)
         self.held_steps = np.zeros(rows, dtype=np.int64)
+        self.adapter_slots = np.zeros(rows, dtype=np.int32)
+        self._adapters.uses = lambda slot: int(np.count_nonzero(self.adapter_slots == slot))
         self._accepted = AcceptedDrafts(rows, limits.max_inflight_step_count)
 
     def reset(self) -> None:
@@ -155,6 +167,7 @@ class RequestState:
             if active[sequence.row]:
                 raise PlanMismatch(f"added row {sequence.row} is taken", (sequence.row,))
             active[sequence.row] = True
+            self._adapters.check(sequence)
         return active
 
     def _check_positions(self, plan: StepPlan) -> None:
@@ -260,6 +273,7 @@ class RequestState:
         self.block_counts[rows] = 0
         self.sampled_steps[rows] = 0
         self.held_steps[rows] = 0
+        self.adapter_slots[rows] = 0
         self.block_tables[rows] = NULL_BLOCK
         self._accepted.forget(rows)
 
@@ -274,6 +288,7 @@ class RequestState:
         self.sampled_steps[row] = 0
         self.prompt_counts[row] = sequence.prompt_token_count
         self.end_kinds[row] = _END_KINDS[sequence.output]
+        self.adapter_slots[row] = sequence.adapter_slot
 
     def _append_blocks(self, scheduled: ScheduledRows) -> None:
         counts = scheduled.appended_block_counts

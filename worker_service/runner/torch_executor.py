@@ -16,12 +16,20 @@ from worker_service.attention.interface import (
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.columns import IntColumn
 from worker_service.domain.plan import StepPlan
+from worker_service.layers.adapters import TorchAdapters
 from worker_service.layers.linear import is_packed
+from worker_service.model.adapters import layer_parts
 from worker_service.model.loader import WeightLoader
 from worker_service.model.memory import exchange_size, parameter_count, step_size, table_size
 from worker_service.model.torch_decoder import SUPPORTED_TRAITS, TorchDecoder
 from worker_service.model.traits import refusal
-from worker_service.runner.executor import Executor, ExecutorConfig, ExecutorMemory, ExecutorType
+from worker_service.runner.executor import (
+    AdapterMemory,
+    Executor,
+    ExecutorConfig,
+    ExecutorMemory,
+    ExecutorType,
+)
 from worker_service.runner.kv_cache import KVCache, LayerMemory
 from worker_service.runner.options import Quantization
 
@@ -30,9 +38,15 @@ class TorchExecutor:
     """See Executor."""
 
     def __init__(
-        self, model: TorchDecoder, backend: AttentionBackend, cache: KVCache, device: torch.device
+        self,
+        model: TorchDecoder,
+        backend: AttentionBackend,
+        cache: KVCache,
+        device: torch.device,
+        adapters: TorchAdapters | None = None,
     ) -> None:
         self._model = model
+        self._adapters = adapters
         self._backend = backend
         self._cache = cache
         self._device = device
@@ -54,6 +68,8 @@ class TorchExecutor:
         self._cache.clear_taken(plan)
 
     def run(self, batch: StepBatch, logit_indices: IntColumn) -> torch.Tensor:
+        if self._adapters is not None:
+            self._adapters.select(batch)
         return self._model.forward(
             self._to_device(batch.token_ids),
             self._to_device(batch.positions),
@@ -76,6 +92,8 @@ def torch_executor(backend: BackendType) -> ExecutorType:
         return refusal(config.spec, SUPPORTED_TRAITS) or backend.probe(_attention(config))
 
     def load(config: ExecutorConfig, loader: WeightLoader, cache: KVCache) -> Executor:
+        adapters = config.adapters
+        assert adapters is None or isinstance(adapters, TorchAdapters)
         model = TorchDecoder(
             config.share,
             loader,
@@ -84,10 +102,11 @@ def torch_executor(backend: BackendType) -> ExecutorType:
             config.device,
             config.progress,
             config.peers,
+            adapters,
         )
         caches = tuple(_layer_cache(layer, cache.block_size) for layer in cache.layers)
         return TorchExecutor(
-            model, backend.create(_attention(config), caches), cache, config.device
+            model, backend.create(_attention(config), caches), cache, config.device, adapters
         )
 
     def memory(config: ExecutorConfig) -> ExecutorMemory:
@@ -103,7 +122,12 @@ def torch_executor(backend: BackendType) -> ExecutorType:
             workspace_bytes=backend.workspace(_attention(config)) + step * size,
         )
 
-    return ExecutorType("torch", backend.name, frozenset(), probe, load, memory)
+    return ExecutorType("torch", backend.name, frozenset(), probe, load, memory, _adapters)
+
+
+def _adapters(config: ExecutorConfig) -> AdapterMemory:
+    parts = [part for layer in layer_parts(config.share) for each in layer for part in each]
+    return TorchAdapters(parts, config.adapter_limits, config.data_type, config.device)
 
 
 def _attention(config: ExecutorConfig) -> AttentionConfig:

@@ -19,6 +19,12 @@ def mix(token_ids: IntColumn, positions: IntColumn, salt: int = 0) -> Words:
     return scramble(places ^ np.uint64(salt))
 
 
+def adapter_word(digest: str | None) -> int:
+    """What an adapter's hex digest changes in everything that is written to the KV: no bit without
+    an adapter."""
+    return int(digest[:16], 16) if digest else 0
+
+
 def position_weights(positions: Words) -> Words:
     """Odd factors that make a sum depend on the order of what is added up."""
     return positions * np.uint64(2) + np.uint64(1)

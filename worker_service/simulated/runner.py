@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from worker_service.domain.adapters import AdapterLimits
 from worker_service.domain.batch import StepBatch
 from worker_service.domain.capability import (
     Capability,
@@ -43,6 +44,7 @@ from worker_service.domain.plan import (
 from worker_service.domain.rendezvous import Rendezvous
 from worker_service.domain.weights import SleepTag, TensorDescription, WeightsUpdate
 from worker_service.parallel.digest import digest_of
+from worker_service.runner.adapters import AdapterSlots
 from worker_service.runner.drafts import kept_tokens
 from worker_service.runner.input_batch import prepare
 from worker_service.runner.interface import CompletedStep, PendingStep, Preparation, Prepared
@@ -50,7 +52,14 @@ from worker_service.runner.logit_batch import LogitBatch, LogitKind
 from worker_service.runner.request_state import RequestState
 from worker_service.sampling.masks import find_masks
 from worker_service.sampling.state import SamplingState
-from worker_service.simulated.arithmetic import Words, choose, mix, position_weights, preferences
+from worker_service.simulated.arithmetic import (
+    Words,
+    adapter_word,
+    choose,
+    mix,
+    position_weights,
+    preferences,
+)
 from worker_service.simulated.drafter import propose
 from worker_service.simulated.weights import SimulatedPrepared, SimulatedWeights
 
@@ -87,7 +96,8 @@ class SimulatedModel:
     """What is pretended. `block_count` includes the null block. No token below `first_token` is
     ever sampled, unless a mask leaves no other. Each of several ranks computes everything by
     itself, so they need no group; only one of them answers with tokens. `rendezvous_address` is
-    where they would meet; `weights_root` is the folder that updates may read."""
+    where they would meet; `weights_root` is the folder that updates may read. An adapter's digest
+    goes into everything that its rows write to the KV."""
 
     name: str
     vocabulary_size: int
@@ -99,6 +109,7 @@ class SimulatedModel:
     first_token: int = 0
     ranks: RankCoordinates = field(default_factory=RankCoordinates)
     rendezvous_address: str = ""
+    adapter_limits: AdapterLimits = field(default_factory=AdapterLimits)
     weights_root: Path | None = None
 
 
@@ -122,8 +133,13 @@ class SimulatedRunner:
         self._latency = latency
         self._sleep = sleep
         self._clock = clock
+        self.adapters = AdapterSlots(model.adapter_limits)
         self._state = RequestState(
-            model.limits, model.block_count, model.block_size, model.vocabulary_size
+            model.limits,
+            model.block_count,
+            model.block_size,
+            model.vocabulary_size,
+            self.adapters,
         )
         self._sampling = SamplingState(model.limits.max_sequence_count)
         # No plan may write to the null block, so it stays zero and padding adds nothing.
@@ -151,6 +167,8 @@ class SimulatedRunner:
             random_seed=model.random_seed,
             ranks=model.ranks,
             rendezvous_address=model.rendezvous_address,
+            adapter_slot_count=model.adapter_limits.slot_count,
+            max_adapter_rank=model.adapter_limits.max_rank,
         )
 
     def memory_pool(self) -> MemoryPool:
@@ -212,9 +230,12 @@ class SimulatedRunner:
         if scheduled.draft_counts.any():
             self._draft(scheduled)
         batch, interest = prepare(plan, state)
-        self._kv.reshape(-1)[batch.slots] = mix(
-            batch.token_ids, batch.positions, self._weights.salt
-        )
+        written = mix(batch.token_ids, batch.positions, self._weights.salt)
+        if batch.adapter_slots is not None:
+            digests = [self.adapters.digest(slot) for slot in batch.adapter_slots.tolist()]
+            words = np.array([adapter_word(each) for each in digests], dtype=np.uint64)
+            written ^= np.repeat(words, batch.query_lengths)
+        self._kv.reshape(-1)[batch.slots] = written
         state.advance(scheduled)
         preferred, held = self._preferences(batch, interest), interest.are(LogitKind.HOLD)
         for row, preference in zip(interest.rows[held].tolist(), preferred[held], strict=True):

@@ -37,6 +37,7 @@ class ChunkOrder:
     def take(self, chunk: TensorChunk) -> ChunkPlace:
         """Raises UpdateInvalid for a chunk that is not the next one, or that makes a tensor whole
         whose digest is another than was said."""
+        self._pass_empty()
         index = len(self._digests)
         if index == len(self._tensors):
             raise UpdateInvalid("chunk.tensor_index", "every tensor is whole already")
@@ -70,6 +71,7 @@ class ChunkOrder:
 
     def finish(self) -> dict[str, TensorDescription]:
         """The tensors with their digests. Raises SourceLost where one is not whole."""
+        self._pass_empty()
         index = len(self._digests)
         if index < len(self._tensors):
             tensor = self._tensors[index]
@@ -79,6 +81,16 @@ class ChunkOrder:
             )
         pairs = zip(self._tensors, self._digests, strict=True)
         return {tensor.name: replace(tensor, sha256=digest) for tensor, digest in pairs}
+
+    def _pass_empty(self) -> None:
+        """A tensor without numbers has no chunks: it is whole when its turn comes."""
+        while (index := len(self._digests)) < len(self._tensors):
+            tensor = self._tensors[index]
+            if tensor.byte_count:
+                return
+            digest = hashlib.sha256().digest()
+            require_digest(f"{FIELD}[{index}].sha256", tensor, digest)
+            self._digests.append(digest)
 
 
 def require_digest(field_path: str, tensor: TensorDescription, found: bytes) -> None:

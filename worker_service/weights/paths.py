@@ -9,6 +9,7 @@ from twinplane.models.folder import CONFIG_NAME, INDEX_NAME
 from worker_service.domain.errors import UpdateInvalid
 
 FIELD = "update.disk.path"
+ADAPTER_CONFIG_NAME = "adapter_config.json"
 
 
 def allowed_path(path: str, root: Path | None) -> Path:
@@ -16,7 +17,7 @@ def allowed_path(path: str, root: Path | None) -> Path:
     links resolved, or not there."""
     if root is None:
         raise UpdateInvalid(
-            FIELD, "this worker reads no weights from disk; start it with --weights-root FOLDER"
+            FIELD, "this worker reads nothing from disk; start it with --weights-root FOLDER"
         )
     if not path or "\0" in path:
         raise UpdateInvalid(FIELD, "must be a path")
@@ -37,8 +38,8 @@ def allowed_path(path: str, root: Path | None) -> Path:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """What of a model folder is read."""
-    for name in (CONFIG_NAME, INDEX_NAME):
+    """What of a model's or an adapter's folder is read."""
+    for name in (CONFIG_NAME, INDEX_NAME, ADAPTER_CONFIG_NAME):
         if (folder / name).is_symlink() or (folder / name).exists():
             yield folder / name
     yield from sorted(folder.glob("*.safetensors"))

@@ -76,6 +76,47 @@ class Cases:
         self.context.run(library.SiluMultiplyCall(gates.ctypes.data, rows, width, out.ctypes.data))
         assert np.isfinite(out).all()
 
+    def adapters(self) -> None:
+        width, tokens, inputs = self.context.head_dim_multiple, self.size(90), self.size(200)
+        sizes = [self.size(150) for _ in range(self.size(4))]
+        packed, kept = self.packed(sum(sizes), inputs)
+        x, y = self.floats(tokens, inputs), self.floats(tokens, sum(sizes))
+        targets = (library.AdapterTarget * len(sizes))()
+        parts = (library.AdapterPart * (2 * len(sizes)))()
+        matrices = []
+        for index, size in enumerate(sizes * 2):
+            targets[index % len(sizes)] = library.AdapterTarget(
+                sum(sizes[: index % len(sizes)]), size
+            )
+            if self.random.integers(4):
+                rank, narrow = self.size(40), bool(self.random.integers(2))
+                shapes = (-(-rank // width), inputs, width), (-(-size // width), rank, width)
+                a, b = (np.zeros(shape, np.uint16 if narrow else np.float32) for shape in shapes)
+                matrices += [a, b]
+                kind = 2 if narrow else 0
+                parts[index] = library.AdapterPart(a.ctypes.data, b.ctypes.data, rank, kind, 0.5)
+        runs = np.unique(np.append(self.random.integers(0, tokens, 4), [0, tokens])).astype(
+            np.int32
+        )
+        slots = self.random.integers(0, 2, runs.size - 1).astype(np.int32)
+        order = self.random.permutation(tokens).astype(np.int32)
+        batch = library.AdapterBatch(
+            *(slots.size, runs.ctypes.data, slots.ctypes.data, order.ctypes.data),
+            -(-40 // width) * width,
+        )
+        own = library.LinearCall(
+            *(ctypes.pointer(packed), None, x.ctypes.data, inputs),
+            *(tokens, y.ctypes.data, sum(sizes)),
+        )
+        for beside in (None, ctypes.pointer(own)):
+            self.context.run(
+                library.AdaptCall(
+                    *(beside, ctypes.pointer(batch), targets, len(sizes), parts, len(sizes)),
+                    *(x.ctypes.data, inputs, inputs, y.ctypes.data, sum(sizes)),
+                )
+            )
+        assert kept.size and np.isfinite(y).all() and len(matrices) % 2 == 0
+
     def attention(self) -> None:
         kv_heads, group = self.size(4), self.size(5)
         head_dim = self.context.head_dim_multiple * self.size(6)
@@ -138,6 +179,7 @@ def main() -> None:
             for _ in range(12):
                 cases.linear()
                 cases.elementwise()
+                cases.adapters()
                 cases.attention()
             context.close()
     print("clean")

@@ -52,7 +52,9 @@ COMPILED, TORCH, REFERENCE = EXECUTORS
 
 def refusing(name: str, reason: str | None) -> ExecutorType:
     last = EXECUTORS[-1]
-    return ExecutorType(name, None, frozenset(), lambda config: reason, last.load, last.memory)
+    return ExecutorType(
+        name, None, frozenset(), lambda config: reason, last.load, last.memory, last.adapters
+    )
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[dict[str, str]]:

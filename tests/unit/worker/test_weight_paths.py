@@ -192,7 +192,7 @@ def test_a_path_that_is_not_allowed(served: Served, name: str) -> None:
 def test_without_a_root_nothing_is_read(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     store = served.runner._weights
     monkeypatch.setattr(store, "recipe", replace(store.recipe, root=None))
-    words = "reads no weights from disk; start it with --weights-root"
+    words = "reads nothing from disk; start it with --weights-root"
     for path in ("new", str(served.new), "/", ""):
         assert_refused(served, from_disk(path), iter(()), UpdateInvalid, words)
 

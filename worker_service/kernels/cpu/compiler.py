@@ -48,6 +48,7 @@ _PER_INSTRUCTION_SET = (
     "elementwise",
     "rope",
     "attention",
+    "adapters",
     "decoder",
 )
 _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")

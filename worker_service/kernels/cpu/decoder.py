@@ -115,9 +115,11 @@ class Decoder:
         batch: StepBatch,
         logit_indices: IntColumn,
         logits: torch.Tensor,
+        adapters: library.Adapters | None = None,
     ) -> torch.Tensor:
         """`hidden` [T, hidden], the embedded tokens, is consumed; writes `logits` [S, vocabulary]
-        of the tokens at `logit_indices` int32 [S], and K and V to the batch's slots."""
+        of the tokens at `logit_indices` int32 [S], and K and V to the batch's slots. `adapters`
+        are those of the step's tokens."""
         count = int(logit_indices.size)
         assert hidden.shape == (batch.token_count, self._hidden)
         assert logits.shape == (count, self._vocabulary)
@@ -130,6 +132,7 @@ class Decoder:
                 logit_indices=logit_indices.ctypes.data,
                 logit_count=count,
                 logits=address(logits) if count else None,
+                adapters=None if adapters is None else pointer(adapters),
             )
         )
         return logits

@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from worker_service.kernels.cpu.compiler import KernelsUnavailable
 
-_ABI_VERSION = 4
+_ABI_VERSION = 5
 # Sums of this many products, int8 by int16, stay within int32.
 MAX_GROUP_SIZE = 512
 
@@ -110,6 +110,48 @@ class Model(Structure):
         ("sines", c_void_p),
         ("final_norm", c_void_p),
         ("head", Packed),
+    ]
+
+
+class AdapterBatch(Structure):
+    """TwkAdapterBatch."""
+
+    _fields_: ClassVar = [
+        ("segments", c_int64),
+        ("starts", c_void_p),
+        ("slots", c_void_p),
+        ("tokens", c_void_p),
+        ("rank_stride", c_int64),
+    ]
+
+
+class AdapterTarget(Structure):
+    """TwkAdapterTarget."""
+
+    _fields_: ClassVar = [("first", c_int64), ("count", c_int64)]
+
+
+class AdapterPart(Structure):
+    """TwkAdapterPart."""
+
+    _fields_: ClassVar = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("rank", c_int32),
+        ("kind", c_int32),
+        ("scale", c_float),
+    ]
+
+
+class Adapters(Structure):
+    """TwkAdapters."""
+
+    _fields_: ClassVar = [
+        ("batch", AdapterBatch),
+        ("targets", POINTER(AdapterTarget)),
+        ("first_targets", c_int64 * 5),
+        ("parts", POINTER(AdapterPart)),
+        ("part_stride", c_int64),
     ]
 
 
@@ -223,6 +265,25 @@ class AttentionCall(Call):
     ]
 
 
+class AdaptCall(Call):
+    """TwkAdaptCall."""
+
+    kernel = "adapt"
+    _fields_: ClassVar = [
+        ("own", POINTER(LinearCall)),
+        ("batch", POINTER(AdapterBatch)),
+        ("targets", POINTER(AdapterTarget)),
+        ("target_count", c_int64),
+        ("parts", POINTER(AdapterPart)),
+        ("part_stride", c_int64),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("k", c_int64),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+    ]
+
+
 class DecodeCall(Call):
     """TwkDecodeCall."""
 
@@ -234,6 +295,7 @@ class DecodeCall(Call):
         ("logit_indices", c_void_p),
         ("logit_count", c_int64),
         ("logits", c_void_p),
+        ("adapters", POINTER(Adapters)),
     ]
 
 
@@ -245,6 +307,7 @@ _CALLS: tuple[type[Call], ...] = (
     SiluMultiplyCall,
     RopeWriteCall,
     AttentionCall,
+    AdaptCall,
     DecodeCall,
 )
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {

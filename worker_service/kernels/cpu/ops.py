@@ -129,6 +129,21 @@ def describe(batch: StepBatch) -> library.Batch:
     )
 
 
+def linear_call(
+    packed: PackedWeight, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None = None
+) -> library.LinearCall:
+    """The ABI's view of a product; valid while its tensors live."""
+    return library.LinearCall(
+        packed=pointer(packed.descriptor()),
+        bias=address(bias),
+        x=address(x),
+        x_stride=packed.in_features,
+        rows=x.shape[0],
+        y=address(out),
+        y_stride=packed.out_features,
+    )
+
+
 class CpuKernels:
     """The kernels of one opened context. Belongs to one thread at a time."""
 
@@ -180,17 +195,7 @@ class CpuKernels:
         rows, width = x.shape
         assert width == packed.in_features and out.shape == (rows, packed.out_features)
         assert bias is None or bias.shape == (packed.out_features,)
-        self.context.run(
-            library.LinearCall(
-                packed=pointer(packed.descriptor()),
-                bias=address(bias),
-                x=address(x),
-                x_stride=width,
-                rows=rows,
-                y=address(out),
-                y_stride=packed.out_features,
-            )
-        )
+        self.context.run(linear_call(packed, x, out, bias))
         return out
 
     def embed(self, packed: PackedWeight, token_ids: IntColumn, out: torch.Tensor) -> torch.Tensor:

@@ -11,14 +11,14 @@
 extern "C" {
 #endif
 
-enum { TWK_ABI_VERSION = 4 };
+enum { TWK_ABI_VERSION = 5 };
 enum {
   TWK_ISA_PORTABLE = 0,
   TWK_ISA_AVX2 = 1,
   TWK_ISA_AVX512 = 2,
   TWK_ISA_AVX512_VNNI = 3
 };
-enum { TWK_F32 = 0, TWK_I8 = 1 };
+enum { TWK_F32 = 0, TWK_I8 = 1, TWK_BF16 = 2 };
 enum { TWK_KV_F32 = 0, TWK_KV_BF16 = 1 };
 
 typedef struct TwkContext TwkContext;
@@ -94,6 +94,41 @@ typedef struct TwkModel {
   const float* final_norm;
   TwkPacked head;  // [vocabulary, hidden]
 } TwkModel;
+
+// Which tokens of a step have which adapters: runs of `tokens`, one adapter each. An adapter may
+// have several runs.
+typedef struct TwkAdapterBatch {
+  int64_t segments;
+  const int32_t* starts;  // [segments + 1], where each run begins in `tokens`
+  const int32_t* slots;   // [segments], from 0
+  const int32_t* tokens;  // indices of the step's tokens
+  int64_t rank_stride;    // the highest rank of any slot, a multiple of the vector's width
+} TwkAdapterBatch;
+
+// Outputs of a stacked projection that an adapter's pair of matrices adds to.
+typedef struct TwkAdapterTarget {
+  int64_t first;
+  int64_t count;
+} TwkAdapterTarget;
+
+// What one adapter adds to one target: scale * B (A x), in thin panels (adapters.cpp).
+typedef struct TwkAdapterPart {
+  const void* a;  // [rank, k]; null: nothing
+  const void* b;  // [count, rank]
+  int32_t rank;
+  int32_t kind;  // TWK_F32 or TWK_BF16, of both
+  float scale;
+} TwkAdapterPart;
+
+// The adapters of a step, for a whole decoder. Each layer has the same targets: those of qkv, then
+// of output, gate_up and down, each from its entry of `first_targets` on.
+typedef struct TwkAdapters {
+  TwkAdapterBatch batch;
+  const TwkAdapterTarget* targets;
+  int64_t first_targets[5];
+  const TwkAdapterPart* parts;  // [slots][layers][targets]
+  int64_t part_stride;          // from slot to slot
+} TwkAdapters;
 
 // The arguments of each kernel, one structure per function of the same name (kernels.h). Every
 // function takes the context and a pointer to its structure, and returns 0, or -1 where it cannot
@@ -172,6 +207,22 @@ typedef struct TwkAttentionCall {
   const TwkBatch* batch;
 } TwkAttentionCall;
 
+// y [tokens, …] += what adapters make of x [tokens, k], both of the whole step. With `own` that
+// projection of the same x comes first, and the two are computed side by side.
+typedef struct TwkAdaptCall {
+  const TwkLinearCall* own;  // or null
+  const TwkAdapterBatch* batch;
+  const TwkAdapterTarget* targets;
+  int64_t target_count;
+  const TwkAdapterPart* parts;  // of slot 0; a later one's are `part_stride` further on
+  int64_t part_stride;
+  const float* x;
+  int64_t x_stride;
+  int64_t k;
+  float* y;
+  int64_t y_stride;
+} TwkAdaptCall;
+
 // A whole step: `hidden` [tokens, hidden] is consumed; logits [logit_count, vocabulary] of the
 // tokens `logit_indices`.
 typedef struct TwkDecodeCall {
@@ -181,6 +232,7 @@ typedef struct TwkDecodeCall {
   const int32_t* logit_indices;
   int64_t logit_count;
   float* logits;  // or null where logit_count is 0
+  const TwkAdapters* adapters;  // or null: no token has one
 } TwkDecodeCall;
 
 #ifdef __cplusplus

@@ -8,8 +8,9 @@
 // Few rows: one pass over the panel serves all of them. Reading the weights from memory is the cost.
 // Many rows: k is cut into pieces whose part of the panel stays in the first-level cache while every
 // tile of rows passes over it. Meanwhile the next piece is prefetched.
+#include "linear.h"
+
 #include "kernels.h"
-#include "linear_int8.h"
 
 namespace TWK_NAMESPACE {
 namespace {
@@ -38,6 +39,7 @@ struct Pass {
   bool first;         // start at 0 instead of at y
   const float* bias;  // added at the end, or null
   const char* fetch;  // memory that will be needed next
+  const char* const* other = nullptr;  // other memory: kOtherBytes for each kOtherSteps of k
 };
 
 template <int kFetch>
@@ -47,8 +49,8 @@ TWK_INLINE void fetch_lines(const char* at) {
   }
 }
 
-// kFetch: lines fetched ahead for each kStreamLines of weights read.
-template <int kRows, int kFetch>
+// kFetch: lines fetched ahead for each kStreamLines of weights read. kOther: `pass.other`, too.
+template <int kRows, int kFetch, bool kOther>
 TWK_KERNEL void tile(const Pass& pass) {
   constexpr int kStepBytes = kPanelWidth * 4;
   constexpr int kWholeSteps = kStreamLines * 64 / kStepBytes;
@@ -76,6 +78,13 @@ TWK_KERNEL void tile(const Pass& pass) {
   while (column + kSteps <= pass.length) {
     fetch_lines<kFetch>(fetch);
     fetch += kFetch * 64;
+    if constexpr (kOther) {
+      const int64_t turn = column % kOtherSteps;
+      const char* const at = pass.other[column / kOtherSteps] + turn * (kOtherBytes / kOtherSteps);
+      TWK_UNROLL for (int line = 0; line < kOtherBytes / kOtherSteps * kSteps; line += 64) {
+        __builtin_prefetch(at + line, 0, 2);
+      }
+    }
     _Pragma("GCC unroll 1") for (int turn = 0; turn < kSteps; turn += kUnroll) {
       TWK_UNROLL for (int u = 0; u < kUnroll; ++u) step(weights + u * kPanelWidth, column + u);
       weights += kUnroll * kPanelWidth;
@@ -98,7 +107,10 @@ TWK_KERNEL void tile(const Pass& pass) {
 
 template <int kFetch>
 void tile_of(int64_t rows, const Pass& pass) {
-  with_rows(rows, [&](auto count) { tile<decltype(count)::kRows, kFetch>(pass); });
+  with_rows(rows, [&](auto count) {
+    constexpr int kRows = decltype(count)::kRows;
+    pass.other == nullptr ? tile<kRows, kFetch, false>(pass) : tile<kRows, kFetch, true>(pass);
+  });
 }
 
 // One panel's outputs for some rows, and where they go: y itself, or a buffer (run_buffered).
@@ -112,6 +124,7 @@ struct Block {
   float* y;
   int64_t y_stride;
   QuantizedRows quantized;  // x as int8 panels want it
+  const Ahead* ahead;       // other memory to fetch meanwhile, or null
 };
 
 void float_block(const Block& block) {
@@ -120,6 +133,7 @@ void float_block(const Block& block) {
   const int64_t tiles = ceil_div(block.rows, kTileRows);
   const int64_t piece_bytes = tiles == 2 ? kPieceBytesOfTwo : kPieceBytes;
   const int64_t piece = tiles == 1 ? k : piece_bytes / (kPanelWidth * 4);
+  int64_t fetched = 0;  // of what is `ahead`
   for (int64_t column = 0; column < k; column += piece) {
     const int64_t length = smaller(piece, k - column);
     const float* weights = panel + column * kPanelWidth;
@@ -131,6 +145,10 @@ void float_block(const Block& block) {
                 block.y + begin * block.y_stride, block.y_stride, column == 0,
                 column + length == k ? block.bias : nullptr,
                 reinterpret_cast<const char*>(weights) + bytes};
+      if (tiles > 1 && block.ahead != nullptr && fetched < block.ahead->count) {
+        pass.other = block.ahead->chunks + fetched;
+        fetched += ceil_div(length, kOtherSteps);
+      }
       // The tiles share the fetching of the next piece, as evenly as they can.
       const int64_t lines = ceil_div(kStreamLines, smaller(tiles, kStreamLines));
       pass.fetch += which * lines * bytes / kStreamLines;
@@ -181,34 +199,42 @@ void run_buffered(Block block, int64_t lanes) {
 
 }  // namespace
 
-void linear(TwkContext* context, const TwkLinearCall& call) {
-  const int64_t rows = call.rows;
-  if (rows <= 0 || call.packed->n <= 0) return;
-  const Panels panels(*call.packed);
-  QuantizedRows quantized{};
-  if (panels.quantized) quantized = quantize_rows(context, panels, call.x, call.x_stride, rows);
-  const int64_t chunks = ceil_div(rows, kRowsPerTask);
+LinearJob::LinearJob(TwkContext* context, const TwkLinearCall& linear)
+    : call(linear), panels(*linear.packed) {
+  if (call.rows <= 0 || call.packed->n <= 0) return;
+  if (panels.quantized) {
+    quantized = quantize_rows(context, panels, call.x, call.x_stride, call.rows);
+  }
+  chunks = ceil_div(call.rows, kRowsPerTask);
   // Panel after panel over a group of chunks; then the next group.
-  const int64_t group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
-  parallel(context, panels.count * chunks, [&](int64_t task, int) {
-    const int64_t first = task / (panels.count * group) * group;
-    const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
-    const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
-    Block block{};
-    block.panels = &panels;
-    block.index = index;
-    block.bias = call.bias == nullptr ? nullptr : call.bias + index * kPanelWidth;
-    block.x = call.x + begin * call.x_stride;
-    block.x_stride = call.x_stride;
-    block.rows = smaller(kRowsPerTask, rows - begin);
-    block.y = call.y + begin * call.y_stride + index * kPanelWidth;
-    block.y_stride = call.y_stride;
-    if (panels.quantized) {
-      block.quantized = {quantized.values + begin * panels.kept_k,
-                         quantized.scales + begin * panels.groups};
-    }
-    run_buffered(block, panels.lanes(index));
-  });
+  group = larger(1, kGroupBytes / (panels.k * 4 * kRowsPerTask));
+  count = panels.count * chunks;
+}
+
+void LinearJob::run(int64_t task, const Ahead* ahead) const {
+  const int64_t first = task / (panels.count * group) * group;
+  const int64_t within = task - first * panels.count, size = smaller(group, chunks - first);
+  const int64_t index = within / size, begin = (first + within % size) * kRowsPerTask;
+  Block block{};
+  block.panels = &panels;
+  block.index = index;
+  block.bias = call.bias == nullptr ? nullptr : call.bias + index * kPanelWidth;
+  block.x = call.x + begin * call.x_stride;
+  block.x_stride = call.x_stride;
+  block.rows = smaller(kRowsPerTask, call.rows - begin);
+  block.y = call.y + begin * call.y_stride + index * kPanelWidth;
+  block.y_stride = call.y_stride;
+  block.ahead = ahead;
+  if (panels.quantized) {
+    block.quantized = {quantized.values + begin * panels.kept_k,
+                       quantized.scales + begin * panels.groups};
+  }
+  run_buffered(block, panels.lanes(index));
+}
+
+void linear(TwkContext* context, const TwkLinearCall& call) {
+  const LinearJob job(context, call);
+  parallel(context, job.count, [&](int64_t task, int) { job.run(task); });
 }
 
 }  // namespace TWK_NAMESPACE

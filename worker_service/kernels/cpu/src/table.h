@@ -13,6 +13,7 @@
   X(silu_multiply, TwkSiluMultiplyCall) \
   X(rope_write, TwkRopeWriteCall)       \
   X(attention, TwkAttentionCall)        \
+  X(adapt, TwkAdaptCall)                \
   X(decode, TwkDecodeCall)
 
 namespace twk {
