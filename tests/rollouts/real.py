@@ -81,9 +81,20 @@ async def real_trial(
         await load.stop()
         await ended(server, report, [])
     judge_counts(report, load.seen)
+    if not _differ(load.seen):
+        report.wrong.append("both weights make the same tokens: nothing is shown")
     for name in _VERSIONS:
         await _compare(report, folder / f"fresh-{name}", weights / name, digests[name], load.seen)
     return report
+
+
+def _differ(seen: Sequence[Seen]) -> bool:
+    """Whether a request has other tokens with other weights."""
+    made: dict[str, set[tuple[int, ...]]] = {}
+    for one in seen:
+        if one.result is not None and len(one.result.weights_spans) == 1:
+            made.setdefault(repr(one.ask), set()).add(one.result.token_ids)
+    return any(len(each) > 1 for each in made.values())
 
 
 def _ask(draw: random.Random, tokens: int) -> Ask:
