@@ -51,6 +51,7 @@ BENCHMARKS = (
     Benchmark("stream_fanout"),
     Benchmark("refusals"),
     Benchmark("split_cost"),
+    Benchmark("weight_updates"),
     Benchmark("cold_start", has_peers=True),
     Benchmark("memory"),
     Benchmark("floor"),

@@ -69,7 +69,60 @@ class StreamSource:
     tensors: tuple[TensorDescription, ...]
 
 
-Source = DiskSource | StreamSource
+class GroupBackend(Enum):
+    """How the members of a group talk. The values are for people."""
+
+    GLOO = "Gloo"
+    NCCL = "NCCL"
+
+
+@dataclass(frozen=True, slots=True)
+class DistributedSource:
+    """Tensors that a member of a torch.distributed group broadcasts, in this order.
+
+    The group's store listens at `host`:`port`; `key` names the group there. `bucket_bytes` 0: each
+    tensor is a bucket. `timeout_seconds`: how long the others may let this worker wait.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    rank: int
+    source_rank: int
+    backend: GroupBackend
+    key: str
+    tensors: tuple[TensorDescription, ...]
+    bucket_bytes: int = 0
+    timeout_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class PosixMemory:
+    """POSIX shared memory of this host; the name with its leading slash."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Memory of this worker's GPU that another process has. The handle has 64 bytes."""
+
+    handle: bytes
+    device_uuid: str
+
+
+@dataclass(frozen=True, slots=True)
+class IpcSource:
+    """Tensors in `byte_count` bytes of memory that another process shares, each from its offset
+    on."""
+
+    memory: PosixMemory | CudaMemory
+    byte_count: int
+    tensors: tuple[TensorDescription, ...]
+    offsets: tuple[int, ...]
+
+
+Source = DiskSource | StreamSource | DistributedSource | IpcSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ def meet(
     they don't all come in time.
     """
     deadline = time.monotonic() + rendezvous.timeout_seconds
-    store = _connect(rendezvous, deadline, check)
+    store = connect(rendezvous, deadline, check)
     try:
         store.set(f"{rendezvous.key}/{names[rank]}", "here")
         missing = list(names)
@@ -88,8 +88,10 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def _connect(rendezvous: Rendezvous, deadline: float, check: Callable[[], None]) -> TCPStore:
-    """Asks for a plain connection first: torch tells standard error of each one that fails, can't
+def connect(rendezvous: Rendezvous, deadline: float, check: Callable[[], None]) -> TCPStore:
+    """A connection to the rendezvous' store, once it listens; `check` as in meet. Raises GroupLost.
+
+    Asks for a plain connection first: torch tells standard error of each one that fails, can't
     be interrupted, and may wait for a name server."""
     while True:
         check()

@@ -14,8 +14,13 @@ from twinplane.worker.v1 import info_pb2, weights_pb2
 from worker_service.domain.errors import SourceLost, UpdateInvalid
 from worker_service.domain.weights import (
     CommittedWeights,
+    CudaMemory,
     DiskSource,
+    DistributedSource,
+    GroupBackend,
+    IpcSource,
     Placement,
+    PosixMemory,
     PreparedWeights,
     SleepTag,
     Source,
@@ -31,6 +36,11 @@ _UPDATE_ID = re.compile(r"[!-~]{1,128}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _SHA256_BYTES = 32
 _MAX_DIMENSIONS = 8
+_GROUP_KEY = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+_SHARED_NAME = re.compile(r"/[!-.0-~]{1,254}")
+_CUDA_HANDLE_BYTES = 64
+_MAX_WORLD_SIZE = 4096
+_MAX_WAIT_SECONDS = 3600.0
 
 E = TypeVar("E", bound=int)
 T = TypeVar("T")
@@ -58,6 +68,12 @@ _PLACEMENTS: Mapping[weights_pb2.WeightsPlacement, Placement] = MappingProxyType
     }
 )
 _PLACEMENTS_TO_PB = MappingProxyType({ours: each for each, ours in _PLACEMENTS.items()})
+_BACKENDS: Mapping[weights_pb2.GroupBackend, GroupBackend] = MappingProxyType(
+    {
+        weights_pb2.GROUP_BACKEND_GLOO: GroupBackend.GLOO,
+        weights_pb2.GROUP_BACKEND_NCCL: GroupBackend.NCCL,
+    }
+)
 _TAGS: Mapping[weights_pb2.SleepTag, SleepTag] = MappingProxyType(
     {
         weights_pb2.SLEEP_TAG_WEIGHTS: SleepTag.WEIGHTS,
@@ -173,10 +189,82 @@ def _source_from_pb(update: weights_pb2.WeightsUpdate) -> Source:
             return DiskSource(update.disk.path)
         case "stream":
             return StreamSource(tensors_from_pb("update.stream.tensors", update.stream.tensors))
+        case "distributed":
+            return _distributed_from_pb(update.distributed)
+        case "ipc":
+            return _ipc_from_pb(update.ipc)
         case None:
             raise UpdateInvalid("update.source", "missing")
         case other:
             raise UpdateInvalid(f"update.{other}", "is a source that this worker does not read")
+
+
+def _distributed_from_pb(source: weights_pb2.DistributedSource) -> DistributedSource:
+    path = "update.distributed"
+    host, _, port = source.address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16):
+        raise UpdateInvalid(f"{path}.address", "must be host:port")
+    if not 2 <= source.world_size <= _MAX_WORLD_SIZE:
+        raise UpdateInvalid(f"{path}.world_size", f"must be 2 to {_MAX_WORLD_SIZE}")
+    if source.rank >= source.world_size:
+        raise UpdateInvalid(
+            f"{path}.rank", f"{source.rank} is none of {source.world_size} members' ranks"
+        )
+    if source.source_rank >= source.world_size or source.source_rank == source.rank:
+        raise UpdateInvalid(f"{path}.source_rank", "must be another member's rank")
+    if not _GROUP_KEY.fullmatch(source.key):
+        raise UpdateInvalid(
+            f"{path}.key", "must have 1 to 128 letters of ASCII, digits or any of - _ . :"
+        )
+    seconds = 60.0
+    if source.HasField("timeout"):
+        seconds = source.timeout.seconds + source.timeout.nanos / 1e9
+        if not 0 < seconds <= _MAX_WAIT_SECONDS:
+            raise UpdateInvalid(f"{path}.timeout", "must be longer than 0, and at most an hour")
+    return DistributedSource(
+        host=host,
+        port=int(port),
+        world_size=source.world_size,
+        rank=source.rank,
+        source_rank=source.source_rank,
+        backend=_chosen(f"{path}.backend", _BACKENDS, source.backend),
+        key=source.key,
+        tensors=tensors_from_pb(f"{path}.tensors", source.tensors),
+        bucket_bytes=source.bucket_bytes,
+        timeout_seconds=seconds,
+    )
+
+
+def _ipc_from_pb(source: weights_pb2.IpcSource) -> IpcSource:
+    path = "update.ipc"
+    memory: PosixMemory | CudaMemory
+    match source.WhichOneof("memory"):
+        case "posix":
+            name = source.posix.name
+            if not _SHARED_NAME.fullmatch(name) or name in ("/.", "/.."):
+                raise UpdateInvalid(
+                    f"{path}.posix.name",
+                    "must be a slash and 1 to 254 printable ASCII characters without another",
+                )
+            memory = PosixMemory(name)
+        case "cuda":
+            if len(source.cuda.handle) != _CUDA_HANDLE_BYTES:
+                raise UpdateInvalid(f"{path}.cuda.handle", f"must have {_CUDA_HANDLE_BYTES} bytes")
+            memory = CudaMemory(source.cuda.handle, source.cuda.device_uuid)
+        case _:
+            raise UpdateInvalid(f"{path}.memory", "missing")
+    if not source.tensors:
+        raise UpdateInvalid(f"{path}.tensors", "missing")
+    return IpcSource(
+        memory=memory,
+        byte_count=source.byte_count,
+        tensors=tuple(
+            _tensor_from_pb(f"{path}.tensors[{index}].tensor", each.tensor)
+            for index, each in enumerate(source.tensors)
+        ),
+        offsets=tuple(each.offset for each in source.tensors),
+    )
 
 
 def _tensor_from_pb(field_path: str, tensor: weights_pb2.TensorDescription) -> TensorDescription:

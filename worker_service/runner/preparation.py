@@ -13,6 +13,8 @@ from worker_service.domain.errors import UpdateInvalid
 from worker_service.domain.weights import (
     NUMBER_BYTES,
     DiskSource,
+    DistributedSource,
+    IpcSource,
     Placement,
     PreparedWeights,
     StreamSource,
@@ -30,8 +32,11 @@ from worker_service.weights import chunks, paths
 from worker_service.weights.checkpoint import Checkpoint
 from worker_service.weights.paths import allowed_path
 from worker_service.weights.record import Place, WeightsRecord, places_of
+from worker_service.weights.sources import distributed, ipc
 from worker_service.weights.sources.disk import DiskReceiver
+from worker_service.weights.sources.distributed import DistributedReceiver
 from worker_service.weights.sources.interface import Receiver, TensorSource
+from worker_service.weights.sources.ipc import IpcReceiver
 from worker_service.weights.sources.kept import Overlay
 from worker_service.weights.sources.stream import StreamReceiver
 
@@ -65,6 +70,18 @@ class ModelPreparation:
                 fitting = self._fitting(tensors)
                 with explained(self._field), self._recipe.plan.explained():
                     self._receiver = StreamReceiver(fitting)
+            case DistributedSource(tensors=tensors):
+                self._field = distributed.FIELD
+                distributed.require_backend(source, self._recipe.config.device)
+                self._fitting(tensors, staged_of=source.bucket_bytes)
+                with explained(self._field), self._recipe.plan.explained():
+                    self._receiver = DistributedReceiver(source, self._recipe.config.device)
+            case IpcSource(tensors=tensors):
+                self._field = ipc.FIELD
+                self._fitting(tensors, element=".tensor")
+                ipc.require_layout(source)
+                with explained(self._field), self._recipe.plan.explained():
+                    self._receiver = IpcReceiver(source, self._recipe.config.device)
             case _:
                 assert_never(source)
 
@@ -113,11 +130,16 @@ class ModelPreparation:
         if self._is_cancelled():
             raise PreparationCancelled
 
-    def _fitting(self, tensors: Sequence[TensorDescription]) -> Sequence[TensorDescription]:
-        """Tensors that are described one by one, once they fit the model and the memory."""
-        require_fitting(self._field, tensors, self._spec, is_partial=self._update.is_partial)
+    def _fitting(
+        self, tensors: Sequence[TensorDescription], *, element: str = "", staged_of: int = 0
+    ) -> Sequence[TensorDescription]:
+        """Tensors that are described one by one, once they fit the model and the memory.
+        `staged_of`: the size of the buckets in which they come."""
+        is_partial = self._update.is_partial
+        require_fitting(self._field, tensors, self._spec, is_partial=is_partial, element=element)
         kept = sum(tensor.byte_count for tensor in tensors)
-        self._placement = self._recipe.place(self._update.placement, kept)
+        staged = distributed.staged_bytes(distributed.buckets_of(tensors, staged_of))
+        self._placement = self._recipe.place(self._update.placement, kept + staged)
         return tensors
 
     def _overlay(self, fresh: TensorSource, base: TensorSource) -> TensorSource:
@@ -196,17 +218,23 @@ class ModelPreparation:
 
 
 def require_fitting(
-    field_path: str, tensors: Sequence[TensorDescription], spec: DecoderSpec, *, is_partial: bool
+    field_path: str,
+    tensors: Sequence[TensorDescription],
+    spec: DecoderSpec,
+    *,
+    is_partial: bool,
+    element: str = "",
 ) -> None:
     """Raises UpdateInvalid, naming the tensor and what of it is wrong, unless the descriptions are
-    the model's tensors, all of them or, where the update is partial, some."""
+    the model's tensors, all of them or, where the update is partial, some. `element`: where in an
+    entry of the field its description is."""
     shapes = {tensor.name: tensor.stored_shape for tensor in spec.tensors()}
     allowed = dict(shapes)
     if spec.tied_head is not None:
         allowed.setdefault(spec.tied_head, spec.embedding.stored_shape)
     seen: set[str] = set()
     for index, tensor in enumerate(tensors):
-        where = f"{field_path}[{index}]"
+        where = f"{field_path}[{index}]{element}"
         shape = allowed.get(tensor.name)
         if shape is None:
             raise UpdateInvalid(f"{where}.name", f"the model has no tensor {tensor.name[:200]!r}")

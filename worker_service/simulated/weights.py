@@ -17,6 +17,8 @@ from worker_service.domain.errors import SourceLost, UpdateInvalid
 from worker_service.domain.plan import WeightVersion
 from worker_service.domain.weights import (
     DiskSource,
+    DistributedSource,
+    IpcSource,
     Placement,
     PreparedWeights,
     StreamSource,
@@ -99,6 +101,10 @@ class SimulatedPreparation:
                 self._folder = allowed_path(path, weights.root)
             case StreamSource(tensors=tensors):
                 self._order = ChunkOrder(tensors)
+            case DistributedSource():
+                raise UpdateInvalid("update.distributed", "a simulated worker joins no group")
+            case IpcSource():
+                raise UpdateInvalid("update.ipc", "a simulated worker shares no memory")
             case _:
                 assert_never(source)
 

@@ -1,0 +1,1 @@
+"""Programs that use the contract as a trainer does."""
