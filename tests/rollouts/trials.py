@@ -179,7 +179,7 @@ async def _update_and_kill(
     state = await operator.settled()
     report.updates.append(time.monotonic() - began)
     _note(report, state, settled)
-    which = f"{name}, victim {victim}, {pb.InFlightPolicy.Name(policy)}"  # type: ignore[arg-type]
+    which = f"{name}, victim {victim}, {pb.InFlightPolicy.Name(policy)}"
     if state.rollout.rollout_id != rollout_id:
         report.wrong.append(f"{which}: the rollout is forgotten")
     if state.rollout.state != pb.ROLLOUT_STATE_DONE:
