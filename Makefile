@@ -39,7 +39,7 @@ QUICK_FLAGS := --hypothesis-profile=quick -m 'not slow and not model and not gpu
 SIDE_BY_SIDE := -n logical --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation simulate chaos firstday restarts
+.PHONY: help setup run model test exactness newest check lint breaking format protos docs bench against lock clean mutation simulate chaos firstday restarts rollouts
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS='	' read -r name what; do \
@@ -115,6 +115,9 @@ firstday: $(STUBS)  ## walk docs/first-day.md from a fresh clone, with an instal
 
 restarts: $(STUBS)  ## kill the control plane 50 times under 16 resuming clients: 4 minutes
 	$(BIN)/python -m tests.restarts $(ARGS)
+
+rollouts: $(STUBS)  ## roll 100 weights out under 16 streams, and 50 while processes are killed: 6 minutes
+	$(BIN)/python -m tests.rollouts $(ARGS)
 
 # Side by side, torch's threads sleep while they wait for each other: spinning takes a neighbour's core.
 check: export OMP_WAIT_POLICY := passive

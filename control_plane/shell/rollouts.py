@@ -15,6 +15,7 @@ from pathlib import Path
 
 from control_plane.core.rollout import (
     Canary,
+    Commit,
     Decision,
     Rollout,
     RolloutState,
@@ -33,6 +34,8 @@ from twinplane.process.logs import fields
 
 _logger = logging.getLogger(__name__)
 
+RESUME_SECONDS = 1.5
+"""So long after a restart clients come back with what they have; they look four times a second."""
 MAX_LINKS = 16
 """Partial updates over one another that a worker which joins late can be brought through."""
 
@@ -83,6 +86,7 @@ class Rollouts:
         self._in_thread = in_thread
         self._fleet = fleet
         self._store = store
+        self._clock = clock
         self._new_id = new_id
         self._first_source = first_source
         self._woken = asyncio.Event()
@@ -91,8 +95,15 @@ class Rollouts:
         self._served: tuple[Weights, ...] = ()
         self._news = asyncio.Event()
         self._arriving: set[Path] = set()
-        self.rollout = store.load()
+        self.rollout = last = store.load()
         """The last one; None when there was none."""
+        self._awaits_resumed = (
+            last is not None
+            and not last.state.is_over
+            and last.policy is InFlightPolicy.FINISH_ON_OLD
+        )
+        """Of an earlier life of this server there may be answers that are to end as they began."""
+        self._no_commit_until = float("-inf")
         store.prune(self.rollout, ())
         fleet.weights.watcher = self._woken.set
         if self.rollout is not None:
@@ -214,14 +225,22 @@ class Rollouts:
         async with self._lock:
             if self.rollout is None:
                 return None
-            decision = decide(self.rollout, self._hands.views())
+            views = self._hands.views()
+            if self._awaits_resumed and any(view.is_attached for view in views):
+                self._awaits_resumed = False
+                self._no_commit_until = self._clock() + RESUME_SECONDS
+            decision = decide(self.rollout, views)
             if decision.rollout != self.rollout:
                 await self._take(decision.rollout, wakes=False)
                 self._woken.set()
             self._serve(decision)
+            waits = max(0.0, self._no_commit_until - self._clock())
             for action in decision.actions:
-                self._hands.do(action)
-            return decision.look_again
+                if not waits or not isinstance(action, Commit):
+                    self._hands.do(action)
+            if not waits:
+                return decision.look_again
+            return waits if decision.look_again is None else min(waits, decision.look_again)
 
     async def _take(self, rollout: Rollout, *, wakes: bool = True) -> Rollout:
         """Writes it down, and goes by it from then on."""
