@@ -17,6 +17,7 @@ from twinplane.errors import (
 )
 
 _FLAGS = {
+    "adapter": "--adapter",
     "model": "--model",
     "stop.max_tokens": "--max-tokens",
     "stop.strings": "--stop",

@@ -36,6 +36,7 @@ _EXAMPLES = {
     "workers_dns": "workers.default.svc:50061",
     "rendezvous_host": "gpu-0.example",
     "weights_root": "/srv/weights",
+    "lora_modules": "french=/srv/adapters/french",
     "state_dir": "/var/lib/twinplane",
 }
 

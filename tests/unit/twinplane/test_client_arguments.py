@@ -28,7 +28,7 @@ from twinplane.inference.v1 import inference_pb2 as pb
 
 INTEGERS = ("max_tokens", "top_k", "seed", "priority")
 NUMBERS = ("temperature", "top_p", "min_p")
-TEXTS = ("model", "cache_salt", "request_id")
+TEXTS = ("model", "adapter", "cache_salt", "request_id")
 SEQUENCES = ("stop", "stop_token_ids")
 NOT_A_NUMBER: list[Any] = [
     "0",
