@@ -74,7 +74,7 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "ssl_ca_certs": _PROXY,
         "allowed_origins": _PROXY,
         "root_path": _PROXY,
-        "enable_lora": "--max-loras gives a worker slots for adapters; there are none unless it is set",
+        "enable_lora": "--max-loras gives a worker slots for adapters",
         "enable_auto_tool_choice": _NOT_YET,
         "tool_call_parser": _NOT_YET,
         "reasoning_parser": _NOT_YET,

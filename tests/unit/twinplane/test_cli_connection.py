@@ -216,6 +216,7 @@ def request_flags_by_field() -> list[tuple[str, str]]:
     sampling = [field.name for field in types_pb2.SamplingParameters.DESCRIPTOR.fields]
     return [
         ("model", "--model"),
+        ("adapter", "--adapter"),
         ("stop.max_tokens", "--max-tokens"),
         ("stop.strings", "--stop"),
         ("stop.strings[3]", "--stop"),
