@@ -123,7 +123,9 @@ class RunnerRig:
                         column(state.blocks),
                         state.computed,
                         state.adapter_slot,
-                        self.runner.adapters.digest(state.adapter_slot) or "",
+                        self.runner.adapters.digest(state.adapter_slot) or ""
+                        if state.adapter_slot
+                        else "",
                     )
                 )
             needed = -(-(state.computed + count) // size) - len(state.blocks)

@@ -9,9 +9,10 @@ import grpc
 
 from twinplane.worker.v1 import adapters_pb2
 from worker_service.adapter_loading import AdapterLoading
-from worker_service.domain.errors import UpdateInvalid
+from worker_service.domain.errors import UpdateInvalid, WorkerError
 from worker_service.domain.weights import TensorChunk
 from worker_service.rpc import adapter_convert as convert
+from worker_service.rpc.refused_streams import read_out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -36,7 +37,11 @@ class AdapterMethods:
             async for request in requests:
                 yield convert.chunk_from_pb(request)
 
-        loaded = await self._adapters.load(convert.update_from_pb(first), chunks())
+        try:
+            loaded = await self._adapters.load(convert.update_from_pb(first), chunks())
+        except WorkerError:
+            await read_out(requests)
+            raise
         return adapters_pb2.LoadAdapterResponse(adapter=convert.description_to_pb(loaded.adapter))
 
     async def UnloadAdapter(  # noqa: N802

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,8 +12,7 @@ from worker_service.domain.errors import WorkerError
 from worker_service.facade import WorkerFacade
 from worker_service.rpc import weights
 from worker_service.rpc.convert import version_to_pb
-
-_READ_OUT_SECONDS = 2.0
+from worker_service.rpc.refused_streams import read_out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -39,7 +36,7 @@ class WeightsMethods:
                 update.epoch, weights.update_from_pb(update), weights.chunks_of(request_iterator)
             )
         except WorkerError:
-            await _read_out(request_iterator)
+            await read_out(request_iterator)
             raise
         return weights.prepared_to_pb(prepared)
 
@@ -86,13 +83,3 @@ class WeightsMethods:
         tags = weights.tags_from_pb(request.tags)
         asleep = await self._facade.updates.wake(request.epoch, tags)
         return weights_pb2.WakeResponse(asleep=weights.tags_to_pb(asleep))
-
-
-async def _read_out(requests: AsyncIterator[weights_pb2.PrepareWeightsRequest]) -> None:
-    """Reads a refused stream on to its end, for a while. A Python client that still writes when
-    its call ends takes that for an INTERNAL error, and never sees the status."""
-    # Whatever is wrong with what comes: the call is refused already.
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_READ_OUT_SECONDS):
-            async for _ in requests:
-                pass
