@@ -7,7 +7,7 @@ on other threads; the device's own thread only exchanges what a slot points to.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -75,7 +75,9 @@ class AdapterLoading:
         Raises UpdateInvalid, AdapterInUse, SourceLost, or MemoryLacking, with nothing changed.
         """
         slots = self._slots(update.epoch, update.slot)
-        await self._on_device(update.epoch, lambda: slots.require_unused(update.slot))
+        await (
+            await self._facade.on_device(lambda: slots.require_unused(update.slot), update.epoch)
+        )
         if self._load_count >= _MOST_LOADS:
             raise MemoryLacking(f"{_MOST_LOADS} adapters are being loaded already")
         self._load_count += 1
@@ -92,7 +94,7 @@ class AdapterLoading:
     async def unload(self, epoch: int, slot: int) -> None:
         """Empties a slot. Raises AdapterInUse or UpdateInvalid."""
         slots = self._slots(epoch, slot)
-        await self._on_device(epoch, lambda: slots.clear(slot))
+        await (await self._facade.on_device(lambda: slots.clear(slot), epoch))
 
     async def held(self) -> tuple[LoadedAdapter, ...]:
         """What the slots hold, by slot."""
@@ -114,15 +116,6 @@ class AdapterLoading:
                 else "this worker has none; start it with --max-loras",
             )
         return slots
-
-    async def _on_device(self, epoch: int, work: Callable[[], T]) -> T:
-        """Does the work between two steps, if the epoch holds the claim then."""
-
-        def claimed() -> T:
-            self._facade.require_claim(epoch)
-            return work()
-
-        return await (await self._facade.on_device(claimed))
 
     async def _read(
         self, update: AdapterUpdate, chunks: AsyncIterator[TensorChunk], slots: AdapterSlots
@@ -177,7 +170,9 @@ class AdapterLoading:
                     f"no memory for an adapter ({one_line(error)}); the slots take "
                     f"{slots.byte_count} bytes in all"
                 ) from error
-            return await self._on_device(update.epoch, lambda: slots.put(update.slot, adapter))
+            return await (
+                await self._facade.on_device(lambda: slots.put(update.slot, adapter), update.epoch)
+            )
 
     def _settled(self, task: asyncio.Task[LoadedAdapter]) -> None:
         self._running.discard(task)

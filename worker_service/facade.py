@@ -315,10 +315,16 @@ class WorkerFacade:
             future.add_done_callback(lambda done: _count(metrics, plan, done))
         return future
 
-    async def on_device(self, work: Callable[[], T]) -> asyncio.Future[T]:
+    async def on_device(self, work: Callable[[], T], epoch: int | None = None) -> asyncio.Future[T]:
         """See weight_updates.Host."""
+
+        def fenced() -> T:
+            if epoch is not None:
+                self.require_claim(epoch)  # it may have changed while this waited
+            return work()
+
         loaded = await self._acquire_room()
-        return self._device.start(work, finished=lambda: self._settle(loaded))
+        return self._device.start(fenced, finished=lambda: self._settle(loaded))
 
     async def _acquire_room(self) -> _Loaded:
         """Waits for room in the queue. The worker may have begun to drain meanwhile."""

@@ -72,8 +72,9 @@ class Host(Protocol):
         """Raises StaleEpoch. Any thread."""
         ...
 
-    async def on_device(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Queues work for the device, behind what was sent before."""
+    async def on_device(self, work: Callable[[], T], epoch: int | None = None) -> asyncio.Future[T]:
+        """Queues work for the device, behind what was sent before. With an epoch, the future
+        raises StaleEpoch, and nothing is done, unless that holds the claim by then."""
         ...
 
 
@@ -187,12 +188,12 @@ class WeightUpdates:
     async def sleep(self, epoch: int, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
         """Frees memory, behind what was sent before. Raises StaleEpoch or PlanMismatch."""
         log = self._claimed(epoch)
-        return await self._on_device(epoch, lambda: log.sleep(tags))
+        return await (await self._host.on_device(lambda: log.sleep(tags), epoch))
 
     async def wake(self, epoch: int, tags: frozenset[SleepTag]) -> frozenset[SleepTag]:
         """Takes memory again. Raises StaleEpoch, MemoryLacking or RunnerFailed."""
         log = self._claimed(epoch)
-        return await self._on_device(epoch, lambda: log.wake(tags))
+        return await (await self._host.on_device(lambda: log.wake(tags), epoch))
 
     def fence(self, epoch: int) -> None:
         """A new claim: what an older one prepares is ended. What waits goes on waiting."""
@@ -220,7 +221,9 @@ class WeightUpdates:
 
     async def _exchange(self, log: StepLog, epoch: int, prepared: Prepared) -> CommittedWeights:
         try:
-            committed = await self._on_device(epoch, lambda: log.commit_weights(prepared))
+            committed = await (
+                await self._host.on_device(lambda: log.commit_weights(prepared), epoch)
+            )
         except (UpdateInvalid, MemoryLacking):  # in place, and the old weights are back
             self._metrics.update_ended(UpdateOutcome.FAILED)
             await self._discard(prepared)
@@ -229,13 +232,6 @@ class WeightUpdates:
         self._metrics.update_ended(UpdateOutcome.COMMITTED, committed.paused_seconds)
         self._thread.run(prepared.drop)  # the weights before it; the answer need not wait for that
         return committed
-
-    async def _on_device(self, epoch: int, work: Callable[[], T]) -> T:
-        def fenced() -> T:
-            self._host.require_claim(epoch)  # again: it may have changed while this waited
-            return work()
-
-        return await (await self._host.on_device(fenced))
 
     async def _discard(self, prepared: Prepared) -> None:
         """Drops what will not be committed."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,9 +25,9 @@ from control_plane.shell.rollouts import Order, RolloutConflict, Rollouts
 from twinplane.control.v1 import control_pb2 as pb
 from twinplane.control.v1 import control_pb2_grpc
 from twinplane.errors import Violation
+from twinplane.grpc.refused_streams import read_out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
-_READ_OUT_SECONDS = 2.0
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
@@ -48,7 +46,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 order = await self._order(request_iterator, path)
                 rollout = await self._rollouts.begin(order)
         except Exception:
-            await _read_out(request_iterator)
+            await read_out(request_iterator)
             raise
         return pb.UpdateWeightsResponse(rollout=rollout_to_pb(rollout))
 
@@ -131,13 +129,3 @@ def _known(request: Any) -> None:
     checker = Checker()
     checker.known_fields(request)
     checker.raise_if_any()
-
-
-async def _read_out(requests: AsyncIterator[Any]) -> None:
-    """Reads a refused stream on to its end, for a while: a Python client that still writes when
-    its call ends never sees why."""
-    # Whatever is wrong with what comes: the call is refused already.
-    with contextlib.suppress(Exception):
-        async with asyncio.timeout(_READ_OUT_SECONDS):
-            async for _ in requests:
-                pass

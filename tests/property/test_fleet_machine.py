@@ -21,7 +21,7 @@ from control_plane.shell.engine import DuplicateRequest
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
-from tests.simulation.fake_worker import Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, number_of, request, running
 from tests.simulation.virtual_time import VirtualLoop

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.shell.ports import Admit, Attachment, WorkerLost
-from tests.simulation.fake_worker import ATTACH_TIMEOUT, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import ATTACH_TIMEOUT
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.scenario import DELAYS, Spec
 

@@ -14,7 +14,8 @@ from control_plane.shell.membership import Membership
 from control_plane.shell.ports import Worker
 from control_plane.shell.replica import Replica, ReplicaSettings
 from control_plane.shell.worker_lists import ListUnusable
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

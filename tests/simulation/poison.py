@@ -7,7 +7,8 @@ from enum import Enum
 
 from control_plane.core.plan import Row, StepPlan, StepResult
 from control_plane.shell.ports import Admit, Attachment, RefusalReason, WorkerLost, WorkerRefused
-from tests.simulation.fake_worker import FakeWorker, Machine, no_delay
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker, no_delay
 from tests.support.plan_interpreter import deltas
 
 

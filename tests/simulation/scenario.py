@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-from tests.simulation.fake_worker import VOCABULARY, Machine
+from tests.simulation.fake_machine import VOCABULARY, Machine
 
 DELAYS = (0.0, 0.001, 0.01, 0.01, 0.1, 1.0)
 """Seconds that a step may take."""

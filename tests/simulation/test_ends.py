@@ -15,7 +15,8 @@ import pytest
 
 from control_plane.app import run_until_stopped
 from control_plane.shell.engine import EngineDraining, EngineLost
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

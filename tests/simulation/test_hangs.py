@@ -10,7 +10,8 @@ import pytest
 from control_plane.core.fleet import MemberState
 from control_plane.core.progress import LEAST_SECONDS, TIMES
 from control_plane.shell.engine import EngineLost
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

@@ -14,7 +14,7 @@ from control_plane.core.request import Request
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
-from tests.simulation.fake_worker import VOCABULARY, Machine, expected_tokens
+from tests.simulation.fake_machine import VOCABULARY, Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual

@@ -10,7 +10,7 @@ import pytest
 from control_plane.core import invariants
 from control_plane.core.events import FinishReason
 from control_plane.core.plan import Row, StepPlan
-from tests.simulation.fake_worker import Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
 from tests.simulation.poison import Effect, PoisonedWorker
 from tests.simulation.rig import Answer, Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual

@@ -16,7 +16,8 @@ from control_plane.shell.engine import CannotResume, DuplicateRequest, EngineLos
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from control_plane.shell.successor import ArithmeticChange
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

@@ -13,7 +13,8 @@ from control_plane.core.rollout import Rollout, RolloutState, Weights
 from control_plane.core.weights import DiskSource, InFlightPolicy
 from control_plane.shell.rollout_store import RolloutStore
 from control_plane.shell.rollouts import RESUME_SECONDS, Rollouts
-from tests.simulation.fake_worker import WEIGHTS, FakeWorker, Machine, digest_at
+from tests.simulation.fake_machine import WEIGHTS, Machine, digest_at
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

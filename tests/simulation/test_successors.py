@@ -16,7 +16,8 @@ from control_plane.shell.engine import EngineLost, VocabularyMismatch
 from control_plane.shell.ports import HELD_SAMPLING
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.successor import ArithmeticChange
-from tests.simulation.fake_worker import VOCABULARY, WEIGHTS, FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import VOCABULARY, WEIGHTS, Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

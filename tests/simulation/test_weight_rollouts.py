@@ -22,13 +22,8 @@ from control_plane.shell.engine import EngineLost, WeightsChanged
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused
 from control_plane.shell.replica import Replica
 from control_plane.shell.stream import TokenStream
-from tests.simulation.fake_worker import (
-    WEIGHTS,
-    FakeWorker,
-    Machine,
-    digest_at,
-    expected_tokens,
-)
+from tests.simulation.fake_machine import WEIGHTS, Machine, digest_at, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

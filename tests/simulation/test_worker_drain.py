@@ -7,7 +7,8 @@ import asyncio
 import pytest
 
 from control_plane.core.fleet import MemberState
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

@@ -24,7 +24,7 @@ from control_plane.shell.stream import TokenStream
 from control_plane.shell.successor import ArithmeticChange
 from tests.simulation import scenario as events
 from tests.simulation.audit import Violation, check_busy, check_losses, check_plane, require, where
-from tests.simulation.fake_worker import expected_tokens
+from tests.simulation.fake_machine import expected_tokens
 from tests.simulation.hosts import Connection, Host
 from tests.simulation.rig import StopAt, request, until
 from tests.simulation.scenario import Ask, Scenario

@@ -10,16 +10,15 @@ from hashlib import sha256
 from control_plane.core.plan import StepPlan, StepResult
 from control_plane.shell.adapter_files import AdapterFiles
 from control_plane.shell.ports import RefusalReason, WorkerInfo, WorkerRefused
-from tests.simulation.fake_worker import (
+from tests.simulation.fake_machine import (
     WEIGHTS,
-    FakeWorker,
     Machine,
     advance,
     expected_tokens,
     first_state,
-    no_delay,
     sample,
 )
+from tests.simulation.fake_worker import FakeWorker, no_delay
 from tests.support.plan_interpreter import WorkerRow
 
 

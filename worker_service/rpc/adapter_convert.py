@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from google.protobuf.message import Message
-
 from twinplane.worker.v1 import adapters_pb2
 from worker_service.adapter_loading import (
     AdapterUpdate,
@@ -16,12 +14,12 @@ from worker_service.domain.adapters import (
 )
 from worker_service.domain.errors import UpdateInvalid
 from worker_service.domain.weights import TensorChunk
-from worker_service.rpc.weights import tensors_from_pb
+from worker_service.rpc import weights
 
 
 def update_from_pb(request: adapters_pb2.LoadAdapterRequest) -> AdapterUpdate:
     """The first message of a load."""
-    _refuse_unknown_fields(request)
+    weights.refuse_unknown_fields("message", request)
     if request.WhichOneof("message") != "update":
         raise UpdateInvalid("update", "the first message must be what to load where")
     update = request.update
@@ -31,20 +29,19 @@ def update_from_pb(request: adapters_pb2.LoadAdapterRequest) -> AdapterUpdate:
         case "stream":
             source = StreamedAdapter(
                 update.stream.config_json,
-                tensors_from_pb("update.stream.tensors", update.stream.tensors),
+                weights.tensors_from_pb("update.stream.tensors", update.stream.tensors),
             )
         case _:
             raise UpdateInvalid("update.source", "disk or stream must be set")
     return AdapterUpdate(update.epoch, update.slot, update.expected_digest, source)
 
 
-def chunk_from_pb(request: adapters_pb2.LoadAdapterRequest) -> TensorChunk:
+def chunk_of(request: adapters_pb2.LoadAdapterRequest) -> TensorChunk:
     """Any later message."""
-    _refuse_unknown_fields(request)
+    weights.refuse_unknown_fields("message", request)
     if request.WhichOneof("message") != "chunk":
         raise UpdateInvalid("chunk", "after the first message only chunks may come")
-    chunk = request.chunk
-    return TensorChunk(chunk.tensor_index, chunk.offset, chunk.data)
+    return weights.chunk_from_pb(request.chunk)
 
 
 def description_to_pb(adapter: AdapterDescription) -> adapters_pb2.AdapterDescription:
@@ -69,10 +66,3 @@ def held_to_pb(held: tuple[LoadedAdapter, ...]) -> adapters_pb2.ListAdaptersResp
             for each in held
         ]
     )
-
-
-def _refuse_unknown_fields(request: Message) -> None:
-    size = request.ByteSize()
-    request.DiscardUnknownFields()
-    if request.ByteSize() != size:
-        raise UpdateInvalid("message", "has fields that this worker does not know")

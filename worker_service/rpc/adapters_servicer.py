@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 
+from twinplane.grpc.refused_streams import read_out
 from twinplane.worker.v1 import adapters_pb2
 from worker_service.adapter_loading import AdapterLoading
 from worker_service.domain.errors import UpdateInvalid, WorkerError
 from worker_service.domain.weights import TensorChunk
 from worker_service.rpc import adapter_convert as convert
-from worker_service.rpc.refused_streams import read_out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -35,7 +35,7 @@ class AdapterMethods:
 
         async def chunks() -> AsyncIterator[TensorChunk]:
             async for request in requests:
-                yield convert.chunk_from_pb(request)
+                yield convert.chunk_of(request)
 
         try:
             loaded = await self._adapters.load(convert.update_from_pb(first), chunks())

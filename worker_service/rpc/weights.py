@@ -88,7 +88,7 @@ async def first_of(
 ) -> weights_pb2.WeightsUpdate:
     """The update of a stream's first message. Raises UpdateInvalid or SourceLost."""
     async for request in requests:
-        _refuse_unknown_fields("update", request)
+        refuse_unknown_fields("update", request)
         if request.WhichOneof("message") != "update":
             raise UpdateInvalid("update", "must be the first message")
         return request.update
@@ -102,8 +102,12 @@ async def chunks_of(
     async for request in requests:
         if request.WhichOneof("message") != "chunk":
             raise UpdateInvalid("chunk", "every message but the first must be a chunk")
-        chunk = request.chunk
-        yield TensorChunk(chunk.tensor_index, chunk.offset, chunk.data)
+        yield chunk_from_pb(request.chunk)
+
+
+def chunk_from_pb(chunk: weights_pb2.TensorChunk) -> TensorChunk:
+    """Bytes of a streamed tensor."""
+    return TensorChunk(chunk.tensor_index, chunk.offset, chunk.data)
 
 
 def update_from_pb(update: weights_pb2.WeightsUpdate) -> WeightsUpdate:
@@ -285,8 +289,8 @@ def _chosen(field_path: str, choices: Mapping[E, T], value: E) -> T:
     return chosen
 
 
-def _refuse_unknown_fields(field_path: str, request: Message) -> None:
-    """Fields of a newer contract ask for what this worker can't do."""
+def refuse_unknown_fields(field_path: str, request: Message) -> None:
+    """Fields of a newer contract ask for what this worker can't do. Raises UpdateInvalid."""
     size = request.ByteSize()
     request.DiscardUnknownFields()
     if request.ByteSize() != size:

@@ -7,12 +7,12 @@ from typing import Any
 
 import grpc
 
+from twinplane.grpc.refused_streams import read_out
 from twinplane.worker.v1 import weights_pb2
 from worker_service.domain.errors import WorkerError
 from worker_service.facade import WorkerFacade
 from worker_service.rpc import weights
 from worker_service.rpc.convert import version_to_pb
-from worker_service.rpc.refused_streams import read_out
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

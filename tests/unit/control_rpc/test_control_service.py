@@ -32,7 +32,8 @@ from control_plane.shell.fleet import Fleet
 from control_plane.shell.ports import PreparedUpdate
 from control_plane.shell.rollout_store import RolloutStore
 from control_plane.shell.rollouts import Rollouts
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import settings
 from twinplane.control.v1 import control_pb2 as pb
 from twinplane.control.v1 import control_pb2_grpc

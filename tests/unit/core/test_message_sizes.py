@@ -18,7 +18,7 @@ from control_plane.core.scheduler import Scheduler
 from control_plane.rpc.convert import message_to_pb
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import MemoryPool
-from tests.simulation.fake_worker import Machine
+from tests.simulation.fake_machine import Machine
 from tests.support.core_requests import WEIGHTS, config, held_result, request, result, scheduler_of
 from tests.support.quick import examples
 from twinplane.bounds import WORKER_MESSAGE_BYTES

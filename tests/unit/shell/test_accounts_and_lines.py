@@ -16,7 +16,8 @@ from control_plane.core.request import RequestId
 from control_plane.shell import pipeline
 from control_plane.shell.limits import capacity_of
 from control_plane.shell.stream import TokenStream
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, read, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

@@ -9,7 +9,7 @@ import pytest
 
 from control_plane.shell.limits import SchedulingSettings, scheduler_config
 from control_plane.shell.ports import MemoryPool, RankCoordinates, WorkerUnusable
-from tests.simulation.fake_worker import Machine
+from tests.simulation.fake_machine import Machine
 from twinplane.settings.control import ControlConfig
 
 

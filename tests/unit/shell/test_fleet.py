@@ -16,7 +16,8 @@ from control_plane.shell.engine import (
     VocabularyMismatch,
 )
 from control_plane.shell.stream import TokenStream
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, StopAt, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

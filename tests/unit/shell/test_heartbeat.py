@@ -11,7 +11,8 @@ from control_plane.core.plan import Row, ScheduledRows, StepPlan, StepResult, We
 from control_plane.core.tokens import Tokens
 from control_plane.shell.heartbeat import Heartbeat
 from control_plane.shell.ports import RefusalReason, WorkerLost, WorkerRefused, WorkerSilent
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import request, running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

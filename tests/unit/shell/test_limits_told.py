@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from control_plane.app import NameCheck, served_name
 from control_plane.core.config import SchedulerConfig
 from control_plane.shell.limits import Clamp, SchedulingSettings, clamps
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

@@ -9,7 +9,8 @@ import re
 
 import pytest
 
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, settings
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.quick import spread

@@ -12,7 +12,8 @@ from control_plane.core.fleet import Member, MemberState, relief
 from control_plane.core.plan import WeightVersion
 from control_plane.core.scheduler import Scheduler
 from control_plane.core.succession import Traits
-from tests.simulation.fake_worker import VOCABULARY, FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import VOCABULARY, Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

@@ -12,7 +12,8 @@ from control_plane.core.events import FinishReason
 from control_plane.core.request import Adapter
 from control_plane.shell.adapter_registry import AdapterRefused, AdapterUnknown
 from control_plane.shell.engine import AdapterUnavailable
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 from tests.support.slot_worker import SlotMachine, SlotWorker, expected, files_at

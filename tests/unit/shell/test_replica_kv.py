@@ -15,7 +15,8 @@ from control_plane.core.request import OutputKind
 from control_plane.core.tokens import Tokens
 from control_plane.shell.engine import EngineLost
 from control_plane.shell.ports import HELD_SAMPLING, Attachment, MemoryPool
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

@@ -20,7 +20,8 @@ from control_plane.shell.ports import RefusalReason, WorkerRefused
 from control_plane.shell.rollout_status import Phase
 from control_plane.shell.rollout_store import RolloutStore
 from control_plane.shell.rollouts import MAX_LINKS, Order, RolloutConflict, Rollouts
-from tests.simulation.fake_worker import WEIGHTS, FakeWorker, Machine, digest_at
+from tests.simulation.fake_machine import WEIGHTS, Machine, digest_at
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

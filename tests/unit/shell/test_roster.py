@@ -12,7 +12,8 @@ import pytest
 
 from control_plane.core.plan import WeightVersion
 from control_plane.shell.ports import WorkerElsewhere, WorkerUnusable
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import request, running, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

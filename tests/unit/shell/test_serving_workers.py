@@ -7,7 +7,8 @@ import asyncio
 from control_plane.core.events import FinishReason
 from control_plane.core.request import RequestId
 from control_plane.shell.workers import ServingWorker, WorkerState
-from tests.simulation.fake_worker import FakeWorker, Machine
+from tests.simulation.fake_machine import Machine
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 

@@ -17,7 +17,8 @@ from control_plane.shell.limits import SchedulingSettings
 from control_plane.shell.replica import ReplicaSettings
 from control_plane.shell.stream import TokenStream
 from control_plane.shell.workers import away_seconds
-from tests.simulation.fake_worker import FakeWorker, Machine, expected_tokens
+from tests.simulation.fake_machine import Machine, expected_tokens
+from tests.simulation.fake_worker import FakeWorker
 from tests.simulation.rig import Answer, Rig, request, running, settings, until
 from tests.simulation.virtual_time import VirtualLoop, run_virtual
 
