@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.support.planes import Plane, free_port, plane_environment
 from tests.support.tiny_model import write_tiny_model
-from twinplane import Client
+from twinplane import Client, WorkerState
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +59,14 @@ class Server:
         self.told = ended.stderr
         return ended.returncode, ended.stdout
 
+    def wait_until_whole(self) -> None:
+        """It serves as soon as one of its two workers is there; waits for the other."""
+        deadline = time.monotonic() + 60
+        with Client(self.address) as client:
+            while {each.state for each in client.list_workers()} != {WorkerState.ATTACHED}:
+                assert time.monotonic() < deadline, self.plane.log_end()
+                time.sleep(0.05)
+
     def made_by(self) -> str:
         """The weights that answer."""
         with Client(self.address) as client:
@@ -69,6 +78,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made = Server(tmp_path)
     try:
         made.plane.wait_until_serving(made.address)
+        made.wait_until_whole()
         yield made
     finally:
         assert made.plane.stop(signal.SIGTERM) == 0
